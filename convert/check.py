@@ -1,0 +1,151 @@
+"""What must hold before a byte is written: the checkpoint in itself, and against the target."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from localspec import pairs
+from localspec.convert import layout
+from localspec.convert.source import Checkpoint, supported
+from localspec.errors import LocalspecError
+from localspec.ggufio import GgufFile
+
+# Trained-in copies of the target's embeddings differ by rounding only (8-bit quantisation leaves a
+# cosine above 0.999, 2-bit above 0.9); those of an unrelated model are near 0.
+SAME_EMBEDDINGS = 0.8
+
+
+def check_fit(checkpoint: Checkpoint, target: GgufFile) -> None:
+    """Whether the checkpoint can draft for this target.
+
+    Raises:
+        LocalspecError: the target is no target or gives no layer features, or the two differ in
+            width, vocabulary or layers.
+    """
+    config, here = checkpoint.config, checkpoint.path
+    pairs.check_target(target)
+    if not pairs.features_available(target):
+        raise LocalspecError(
+            f"{target.path} is a {target.architecture} model; llama.cpp gives no layer features "
+            "for that architecture, so no drafter can be used with it"
+        )
+    tokens = target.metadata.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        raise LocalspecError(
+            f"{target.path} holds no tokenizer, which the drafter needs a copy of; use a complete "
+            "GGUF of the target"
+        )
+    n_vocab = pairs.vocab_size(target)
+    if n_vocab != len(tokens):
+        raise LocalspecError(
+            f"{target.path} has {n_vocab} rows of embeddings for {len(tokens)} tokens, which "
+            "llama.cpp refuses to load; convert the target again"
+        )
+    width = int(target.arch_get("embedding_length"))
+    depth = n_layers(target)
+    _same(here, target, "width (hidden_size)", config.hidden_size, width)
+    _same(here, target, "vocabulary (vocab_size)", config.vocab_size, n_vocab)
+    if config.num_target_layers is not None:
+        _same(here, target, "layer count (num_target_layers)", config.num_target_layers, depth)
+    beyond = [i for i in config.target_layer_ids if not -1 <= i <= depth - 2]
+    if beyond:
+        raise LocalspecError(
+            f"{here}: target_layer_ids has {beyond[0]}, but {target.path} has {depth} layers "
+            f"(usable: -1 to {depth - 2}); it was trained for another target"
+        )
+
+
+def n_layers(target: GgufFile) -> int:
+    """Layers of the target proper; block_count also counts multi-token prediction layers."""
+    extra = target.arch_get("nextn_predict_layers", 0)
+    return int(target.arch_get("block_count")) - (int(extra) if isinstance(extra, int) else 0)
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Whether the checkpoint has exactly the tensors, shapes and types its config asks for.
+
+    Raises:
+        LocalspecError: naming the first tensor that does not fit.
+    """
+    config, here, found = checkpoint.config, checkpoint.path, checkpoint.tensors
+    if config.attention_bias:
+        raise LocalspecError(
+            f"{here}: attention_bias is true, but llama.cpp's drafter has no attention biases; "
+            "this drafter cannot be converted"
+        )
+    needed = [*layout.backbone_rules(config), *layout.head_rules(config)]
+    rules = {rule.published: rule for rule in (*needed, layout.EMBEDDING, layout.OUTPUT)}
+    missing = [rule.published for rule in needed if rule.published not in found]
+    if missing:
+        raise LocalspecError(
+            f"{here}: tensor {missing[0]} is missing{_and_more(missing)}; config.json and the "
+            "weights do not belong together, or the download is incomplete"
+        )
+    extra = sorted(found.keys() - rules.keys())
+    if extra:
+        raise LocalspecError(
+            f"{here}: tensor {extra[0]} is unknown{_and_more(extra)}; config.json and the weights "
+            "do not belong together, or this is another kind of model"
+        )
+    for name, tensor in found.items():
+        shape = layout.shape(rules[name], config)
+        if tensor.shape != shape:
+            raise LocalspecError(
+                f"{here}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
+                f"{list(shape)}; they do not belong together"
+            )
+        if not supported(tensor.dtype):
+            raise LocalspecError(
+                f"{here}: tensor {name} is stored as {tensor.dtype}; use a checkpoint in F32, F16 "
+                "or BF16"
+            )
+
+
+def check_out(out: Path, checkpoint: Checkpoint, target: Path) -> None:
+    """Whether `out` and its companion can be written without touching what is read.
+
+    Raises:
+        LocalspecError: no such directory, not writable, or one of the inputs would be replaced.
+    """
+    if out.is_dir():
+        raise LocalspecError(f"{out} is a directory; name the GGUF file to write")
+    if not out.parent.is_dir():
+        raise LocalspecError(f"{out.parent} is not a directory; create it or choose another output")
+    if not os.access(out.parent, os.W_OK):
+        raise LocalspecError(f"{out.parent} is not writable; choose another output")
+    inputs = {path.resolve(): path for path in (target, *checkpoint.files)}
+    for path in (out, pairs.heads_path(out)):
+        taken = inputs.get(path.resolve())
+        if taken is not None:
+            raise LocalspecError(f"{path} is an input of the conversion; choose another output")
+
+
+def embeddings_differ(checkpoint: Checkpoint, target: GgufFile) -> bool:
+    """Whether the checkpoint's token embeddings are clearly not the target's.
+
+    Compared on one chunk of rows only; False when either has none or the type cannot be read.
+    """
+    name, theirs = layout.EMBEDDING.published, layout.EMBEDDING.name
+    if name not in checkpoint.tensors or theirs not in target.tensors:
+        return False
+    a = next(checkpoint.chunks(name)).astype(np.float64)
+    try:
+        b = target.tensor(theirs, 0, len(a)).astype(np.float64)
+    except LocalspecError:
+        return False
+    norms = np.linalg.norm(a) * np.linalg.norm(b)
+    return bool(norms > 0 and np.sum(a * b) / norms < SAME_EMBEDDINGS)
+
+
+def _same(here: Path, target: GgufFile, what: str, ours: int, theirs: int) -> None:
+    if ours != theirs:
+        raise LocalspecError(
+            f"{here} does not fit {target.path}: its {what} is {ours}, the target's is {theirs}"
+        )
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

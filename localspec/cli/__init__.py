@@ -1,0 +1,66 @@
+"""The command line: `localspec COMMAND`. Each command lives in a file of its own."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from localspec._version import __version__
+from localspec.errors import LocalspecError
+
+_COMMANDS = {
+    "chat": "localspec.cli.chat:chat",
+    "convert": "localspec.cli.convert:convert",
+    "generate": "localspec.cli.generate:generate",
+    "inspect": "localspec.cli.inspect:inspect",
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a command when it is named, so that `localspec --help` stays quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        place = _COMMANDS.get(cmd_name)
+        if place is None:
+            return None
+        module, attribute = place.split(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="localspec")
+def cli() -> None:
+    """Fast local LLM inference for one person on one machine.
+
+    Runs GGUF models through llama.cpp and speeds them up with DSpark drafters. Without -m every
+    command uses the default pair: SmolLM2-135M-Instruct and the drafter that ships with localspec.
+    """
+
+
+def main() -> None:
+    """Entry point: errors are one line; exit status 1 for errors, 2 for wrong usage."""
+    try:
+        status = cli(standalone_mode=False)
+    except click.exceptions.Exit as e:
+        status = e.exit_code
+    except click.ClickException as e:
+        e.show()
+        status = e.exit_code
+    except LocalspecError as e:
+        click.echo(f"error: {e}", err=True)
+        status = 1
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        status = 130
+    except BrokenPipeError:
+        # The reader went away; let nothing be flushed into the closed pipe at exit.
+        sys.stdout = None
+        status = 141
+    sys.exit(status if isinstance(status, int) else 0)

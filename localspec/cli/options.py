@@ -1,0 +1,144 @@
+"""Options that several commands share, and what they make of them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from localspec.engine import DraftOptions, Engine
+    from localspec.sampling import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+
+def _stack(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+model_options = _stack(
+    click.option("-m", "--model", metavar="FILE",
+                 help="GGUF of the target (left out: the default pair)."),
+    click.option("-d", "--drafter", metavar="FILE", help="GGUF of a drafter for it."),
+    click.option("--n-ctx", default=4096, show_default=True, metavar="N",
+                 help="Context length in tokens; 0 takes the model's own."),
+    click.option("--threads", default=0, metavar="N",
+                 help="CPU threads (left out: one per physical core)."),
+    click.option("--gpu-layers", default=-1, show_default=True, metavar="N",
+                 help="Layers on the GPU; -1 means all."),
+    click.option("--flash-attn", type=click.Choice(["auto", "on", "off"]), default="auto",
+                 show_default=True, help="Flash attention."),
+    click.option("--kv-type", type=click.Choice(KV_TYPES), default="f16", show_default=True,
+                 help="Element type of the KV cache."),
+    click.option("--no-mmap", is_flag=True, help="Read the files instead of mapping them."),
+    click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log."),
+)  # fmt: skip
+
+sampling_options = _stack(
+    click.option("--temp", default=0.0, show_default=True, metavar="T",
+                 help="Temperature; 0 takes the most likely token."),
+    click.option("--top-k", default=0, metavar="K", help="Keep the K most likely tokens (0: all)."),
+    click.option("--top-p", default=1.0, metavar="P", help="Keep the likeliest tokens up to P."),
+    click.option("--min-p", default=0.0, metavar="P",
+                 help="Drop tokens below P times the most likely."),
+    click.option("--repetition-penalty", default=1.0, metavar="X",
+                 help="Penalise repeated tokens."),
+    click.option("--presence-penalty", default=0.0, metavar="X", help="Once per repeated token."),
+    click.option("--frequency-penalty", default=0.0, metavar="X", help="Per repetition."),
+    click.option("--penalty-window", default=64, show_default=True, metavar="N",
+                 help="Recent tokens that count as repeated; -1 for all."),
+    click.option("--seed", type=int, metavar="N", help="Same seed, same text."),
+    click.option("--acceptance", type=click.Choice(["auto", "match", "rejection"]), default="auto",
+                 show_default=True, help="How sampled drafts are accepted; all are exact."),
+)  # fmt: skip
+
+draft_options = _stack(
+    click.option("--draft-tokens", default=7, show_default=True, metavar="N",
+                 help="Tokens drafted per round; 0 decodes plainly."),
+    click.option("--tree-width", default=1, show_default=True, metavar="K",
+                 help="Children per drafted token; 1 drafts a chain."),
+    click.option("--context-drafts/--no-context-drafts", default=True, show_default=True,
+                 help="Also draft from repeats in the text so far."),
+)  # fmt: skip
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """`SamplingParams` from the options of `sampling_options` (which are taken out)."""
+    from localspec.sampling import SamplingParams
+
+    return SamplingParams(
+        temperature=options.pop("temp"),
+        **{
+            name: options.pop(name)
+            for name in (
+                "top_k",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "penalty_window",
+                "seed",
+                "acceptance",
+            )
+        },
+    )
+
+
+def drafting(options: dict[str, Any]) -> DraftOptions:
+    """`DraftOptions` from the options of `draft_options` (which are taken out)."""
+    from localspec.engine import DraftOptions
+
+    return DraftOptions(
+        tokens=options.pop("draft_tokens"),
+        width=options.pop("tree_width"),
+        context=options.pop("context_drafts"),
+    )
+
+
+@contextmanager
+def loaded_engine(options: dict[str, Any]) -> Iterator[Engine]:
+    """The engine of the options of `model_options` (which are taken out), closed at the end."""
+    from localspec import pairs
+    from localspec.engine import Engine
+
+    target, drafter = options.pop("model"), options.pop("drafter")
+    if target is None:
+        default_target, default_drafter = pairs.default_pair()
+        target = default_target
+        drafter = drafter if drafter is not None else default_drafter
+    if options.pop("verbose"):
+        show_log()
+    flash = {"auto": None, "on": True, "off": False}[options.pop("flash_attn")]
+    with Engine.load(
+        target,
+        drafter,
+        n_ctx=options.pop("n_ctx"),
+        n_threads=options.pop("threads"),
+        n_gpu_layers=options.pop("gpu_layers"),
+        flash_attn=flash,
+        kv_type=options.pop("kv_type"),
+        use_mmap=not options.pop("no_mmap"),
+    ) as engine:
+        yield engine
+
+
+def show_log() -> None:
+    """Send llama.cpp's log to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("localspec")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)

@@ -1,0 +1,630 @@
+"""The round: draft, choose, verify, accept, commit. `Engine.generate` yields what was committed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec import pairs
+from localspec.accept import Acceptance, accept_match, accept_rejection
+from localspec.drafter import Drafter
+from localspec.errors import LocalspecError
+from localspec.ggufio import GgufFile
+from localspec.heads import Heads
+from localspec.llama import Context, ContextOptions, Model, ModelOptions
+from localspec.sampled import sample_tree
+from localspec.sampling import Sampler, SamplingParams
+from localspec.suffix import SuffixIndex
+from localspec.target import Target
+from localspec.text import TextStream
+from localspec.tree import DraftTree, build_tree, merge_branch
+
+MAX_NODES = 64
+MAX_LEAVES = 32
+# Recurrent states can forget this many tokens; every one costs a copy of the state.
+MAX_ROLLBACK = 16
+# Shorter repeats than this are chance.
+MIN_MATCH = 2
+
+logger = logging.getLogger("localspec")
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How much to draft.
+
+    Attributes:
+        policy: "fixed": every round verifies `tokens` nodes.
+        tokens: N, nodes given to the target; 0 is plain decoding.
+        width: children per node; 1 is a chain.
+        frontier: nodes per level that get children (trees only).
+        context: also draft what followed the last time the text went like this; works without
+            a drafter too.
+
+    Raises:
+        LocalspecError: a value is out of range.
+    """
+
+    policy: str = "fixed"
+    tokens: int = 7
+    width: int = 1
+    frontier: int = 12
+    context: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy != "fixed":
+            raise LocalspecError(f"draft policy {self.policy!r} is unknown; use 'fixed'")
+        if not 0 <= self.tokens <= MAX_NODES:
+            raise LocalspecError(f"draft tokens must be 0..{MAX_NODES}, not {self.tokens}")
+        if not 1 <= self.width <= MAX_LEAVES:
+            raise LocalspecError(f"draft width must be 1..{MAX_LEAVES}, not {self.width}")
+        if self.frontier < 1:
+            raise LocalspecError(f"draft frontier must be at least 1, not {self.frontier}")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where a round's time went.
+
+    Attributes:
+        draft: the drafter's passes in llama.cpp.
+        verify: the target's pass in llama.cpp.
+        host: everything else (heads, tree, acceptance, text).
+    """
+
+    draft: float
+    verify: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """The whole round."""
+        return self.draft + self.verify + self.host
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round.
+
+    Attributes:
+        drafted: nodes the drafter's tree had.
+        verified: nodes given to the target.
+        accepted: nodes the target agreed with and that were kept.
+        seconds: where the time went.
+    """
+
+    drafted: int
+    verified: int
+    accepted: int
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What happened to the prompt.
+
+    Attributes:
+        tokens: its length.
+        processed: tokens that had to be evaluated; the others were in the KV cache already.
+        seconds: how long that took.
+    """
+
+    tokens: int
+    processed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one round committed.
+
+    Attributes:
+        text: new text (may be empty while a character or a stop string is incomplete).
+        token_ids: new tokens, an end token included.
+        round: the round behind it; None for the first token, which comes from the prefill.
+        prefill: the prefill, with the first step only.
+        finish_reason: "stop" or "length" with the last step; None before.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    round: Round | None = None
+    prefill: Prefill | None = None
+    finish_reason: str | None = None
+
+
+@dataclass
+class Result:
+    """A whole answer.
+
+    Attributes:
+        text: the text.
+        token_ids: the tokens, an end token included.
+        rounds: every round.
+        prompt_tokens: length of the prompt.
+        processed_tokens: prompt tokens that were evaluated (not found in the KV cache).
+        prefill_seconds: time to the first token.
+        finish_reason: "stop" (end token or stop string) or "length".
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    prompt_tokens: int = 0
+    processed_tokens: int = 0
+    prefill_seconds: float = 0.0
+    finish_reason: str = "length"
+
+    def add(self, step: Step) -> None:
+        """Take in the next step."""
+        self.text += step.text
+        self.token_ids.extend(step.token_ids)
+        if step.round is not None:
+            self.rounds.append(step.round)
+        if step.prefill is not None:
+            self.prompt_tokens = step.prefill.tokens
+            self.processed_tokens = step.prefill.processed
+            self.prefill_seconds = step.prefill.seconds
+        if step.finish_reason is not None:
+            self.finish_reason = step.finish_reason
+
+    @property
+    def tau(self) -> float:
+        """Accepted length: tokens committed per round, the bonus token included."""
+        n = len(self.rounds)
+        return (len(self.token_ids) - 1) / n if n else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: tokens of all rounds over their time, the prefill left out."""
+        seconds = sum(r.seconds.total for r in self.rounds)
+        return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
+
+
+class Engine:
+    """A target, perhaps a drafter, and the conversation in their KV caches.
+
+    Made by `Engine.load`. One generation at a time; an engine is not for several threads at once.
+    """
+
+    def __init__(self, model: Model, target: Target, drafter: Drafter | None, n_ctx: int) -> None:
+        self.model, self.n_ctx = model, n_ctx
+        self._target, self._drafter = target, drafter
+        self._cached: list[int] = []  # the tokens whose positions are in the KV caches
+        self._running = False
+        # For debugging: called with every verified tree and the accepted nodes.
+        self.on_verified: Callable[[DraftTree, tuple[int, ...]], None] | None = None
+        self._owned: list[Context | Model | GgufFile] = []
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path,
+        drafter: str | Path | None = None,
+        *,
+        n_ctx: int = 4096,
+        n_batch: int = 512,
+        n_threads: int = 0,
+        n_gpu_layers: int = -1,
+        flash_attn: bool | None = None,
+        kv_type: str = "f16",
+        use_mmap: bool = True,
+        use_mlock: bool = False,
+        progress: Callable[[float], bool | None] | None = None,
+    ) -> Engine:
+        """Load a target and, if given, its drafter.
+
+        Args:
+            target: GGUF of the target.
+            drafter: GGUF of a drafter for it.
+            n_ctx: context length in tokens; 0 takes what the target was trained with.
+            n_batch: tokens per prefill pass.
+            n_threads: CPU threads; 0 means one per physical core.
+            n_gpu_layers: layers on the GPU; -1 means all.
+            flash_attn: True, False, or None for llama.cpp's choice.
+            kv_type: element type of the target's KV cache, e.g. "f16" or "q8_0".
+            use_mmap: map the files instead of reading them.
+            use_mlock: keep the models in memory.
+            progress: called with 0..1 while loading; returning False stops it.
+
+        Raises:
+            LocalspecError: a file is missing, damaged, or the two do not fit together.
+        """
+        owned: list[Context | Model | GgufFile] = []
+        try:
+            info = None
+            with GgufFile(target) as header:
+                pairs.check_target(header)
+                if drafter is not None:
+                    drafter_file = GgufFile(drafter)
+                    owned.append(drafter_file)
+                    info = pairs.check_pair(header, drafter_file)
+                    heads = Heads.from_gguf(drafter_file, info)
+            options = ModelOptions(n_gpu_layers, use_mmap, use_mlock)
+            share = 1.0 if drafter is None else 0.9
+            model = Model(target, options, progress and (lambda f: progress(share * f)))
+            owned.append(model)
+            n_ctx = n_ctx or model.n_ctx_train
+            context = Context(
+                model,
+                ContextOptions(
+                    n_ctx=n_ctx,
+                    n_batch=max(n_batch, MAX_NODES + 1),
+                    n_outputs=MAX_NODES + 1,
+                    n_seq_max=1 if model.recurrent else MAX_LEAVES,
+                    rollback=MAX_ROLLBACK if model.recurrent else 0,
+                    n_threads=n_threads,
+                    flash_attn=flash_attn,
+                    kv_type=kv_type,
+                    layer_inputs=info.target_layers if info else (),
+                ),
+            )
+            owned.append(context)
+            the_drafter = None
+            if info is not None and drafter is not None:
+                drafter_model = Model(
+                    drafter, options, progress and (lambda f: progress(share + 0.1 * f))
+                )
+                owned.append(drafter_model)
+                drafter_context = Context(
+                    drafter_model,
+                    ContextOptions(
+                        n_ctx=n_ctx + info.block_size,
+                        n_batch=max(256, info.block_size),
+                        n_outputs=info.block_size,
+                        n_threads=n_threads,
+                        flash_attn=flash_attn,
+                        causal=False,
+                        hidden_states=heads.needs_hidden,
+                    ),
+                    other=context,
+                )
+                owned.append(drafter_context)
+                the_drafter = Drafter(drafter_context, info, heads)
+            if model.recurrent and context.rollback == 0:
+                logger.warning(
+                    "%s is recurrent and llama.cpp cannot roll its state back: decoding plainly",
+                    model.path.name,
+                )
+            engine = cls(model, Target(context), the_drafter, n_ctx)
+            engine._owned = owned
+            return engine
+        except BaseException:
+            _close_all(owned)
+            raise
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter was loaded."""
+        return self._drafter is not None
+
+    @property
+    def cached_tokens(self) -> tuple[int, ...]:
+        """The tokens in the KV cache; a prompt that begins with them skips their evaluation."""
+        return tuple(self._cached)
+
+    @property
+    def last_logits(self) -> npt.NDArray[np.float32]:
+        """[V] the target's logits for the first token of the last prompt or round (a copy)."""
+        self._check_open()
+        return np.array(self._target.logits()[0])
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a prompt: special tokens read as such, the model's BOS put in front."""
+        self._check_open()
+        begins = self.model.add_bos and self.model.bos >= 0
+        if begins and text.startswith(self.model.piece(self.model.bos, special=True).decode()):
+            begins = False
+        return self.model.tokenize(text, add_special=begins)
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        draft: DraftOptions | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> Result:
+        """`generate`, collected into one `Result`."""
+        result = Result()
+        for step in self.generate(
+            prompt,
+            params,
+            max_tokens=max_tokens,
+            draft=draft,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+        ):
+            result.add(step)
+        return result
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        draft: DraftOptions | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> Iterator[Step]:
+        """Generate, yielding what each round committed.
+
+        The output is the target's own: greedy output equals plain greedy decoding, sampled output
+        follows the target's distribution, whatever the drafter proposes. A generator that is
+        closed early leaves the engine ready for the next prompt.
+
+        Args:
+            prompt: text (special tokens are parsed) or token ids.
+            params: sampling; greedy when left out.
+            max_tokens: most tokens to generate; until an end token or a full context when None.
+            draft: how much to draft; the default when left out, nothing without a drafter.
+            stop: strings that end the text, also across token boundaries; not part of it.
+            stop_token_ids: tokens that end it; the target's end tokens when left out.
+
+        Raises:
+            LocalspecError: the prompt is empty or does not fit the context, an id is no token, or
+                another generation is running.
+        """
+        tokens = self._checked_prompt(prompt)
+        if max_tokens is not None and max_tokens < 1:
+            raise LocalspecError(f"max_tokens must be at least 1, not {max_tokens}")
+        if isinstance(stop, str):
+            stop = (stop,)
+        return self._generate(
+            tokens,
+            Sampler(params or SamplingParams(), tokens),
+            max_tokens,
+            draft or DraftOptions(),
+            TextStream(self.model.piece, stop),
+            self.model.is_end if stop_token_ids is None else set(stop_token_ids).__contains__,
+        )
+
+    def _checked_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        self._check_open()
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        if not tokens or prompt == "":
+            raise LocalspecError("the prompt is empty; give at least one token of text")
+        if len(tokens) >= self.n_ctx:
+            raise LocalspecError(
+                f"the prompt has {len(tokens)} tokens, but the context holds {self.n_ctx} (and "
+                "needs room for an answer); shorten it or use a larger n_ctx"
+            )
+        bad = next((t for t in tokens if not 0 <= t < self.model.n_vocab), None)
+        if bad is not None:
+            raise LocalspecError(f"token {bad} is outside the vocabulary of {self.model.n_vocab}")
+        return tokens
+
+    def _generate(
+        self,
+        prompt: list[int],
+        sampler: Sampler,
+        max_tokens: int | None,
+        draft: DraftOptions,
+        stream: TextStream,
+        is_end: Callable[[int], bool],
+    ) -> Iterator[Step]:
+        if self._running:
+            raise LocalspecError("this engine is generating already; finish or close that first")
+        self._running = True
+        try:
+            prefill = self._prefill(prompt)
+            room = self.n_ctx - len(prompt)
+            left = room if max_tokens is None else min(max_tokens, room)
+            anchor = sampler.choose(self._target.logits()[0])
+            index = SuffixIndex(prompt) if draft.context and draft.tokens else None
+            step = self._step([anchor], left, stream, is_end, prefill=prefill)
+            while True:
+                sampler.commit(step.token_ids)
+                if index is not None:
+                    index.extend(step.token_ids)
+                left -= len(step.token_ids)
+                yield step
+                if step.finish_reason is not None:
+                    return
+                committed, the_round = self._round(anchor, sampler, draft, left, index)
+                anchor = committed[-1]
+                step = self._step(committed, left, stream, is_end, the_round)
+        finally:
+            self._running = False
+
+    def _prefill(self, prompt: list[int]) -> Prefill:
+        """Bring the KV caches to exactly `prompt`, reusing the longest common prefix."""
+        started = time.perf_counter()
+        shared = 0
+        # The last token is always evaluated: its logits are needed.
+        for a, b in zip(self._cached, prompt[:-1], strict=False):
+            if a != b:
+                break
+            shared += 1
+        with self._restoring():
+            self._cut(shared)
+            new = prompt[len(self._cached) :]
+            for start, n in self._target.prefill(new):
+                if self._drafter is not None:
+                    self._drafter.absorb(self._target.features(n))
+                self._cached.extend(prompt[start : start + n])
+        return Prefill(len(prompt), len(new), time.perf_counter() - started)
+
+    def _round(
+        self,
+        anchor: int,
+        sampler: Sampler,
+        draft: DraftOptions,
+        left: int,
+        index: SuffixIndex | None,
+    ) -> tuple[list[int], Round]:
+        """One round; the tokens it commits (accepted ones and the bonus)."""
+        clock = time.perf_counter
+        started = clock()
+        with self._restoring():
+            tree, draft_seconds = self._draft(anchor, sampler, draft, left, index)
+            at = clock()
+            logits = self._target.verify(anchor, tree)
+            verify_seconds = clock() - at
+            outcome = _accept(tree, logits, sampler)
+            self._target.commit(outcome.path)
+            if self.on_verified is not None:
+                self.on_verified(tree, outcome.path)
+            if self._drafter is not None:
+                self._drafter.absorb(self._target.features([0, *(i + 1 for i in outcome.path)]))
+            accepted = [int(tree.token[i]) for i in outcome.path]
+            self._cached.extend([anchor, *accepted])
+        host = clock() - started - draft_seconds - verify_seconds
+        seconds = Seconds(draft_seconds, verify_seconds, host)
+        return [*accepted, outcome.bonus], Round(len(tree), len(tree), len(accepted), seconds)
+
+    def _draft(
+        self,
+        anchor: int,
+        sampler: Sampler,
+        draft: DraftOptions,
+        left: int,
+        index: SuffixIndex | None,
+    ) -> tuple[DraftTree, float]:
+        """The tree of one round, and the seconds the drafter spent in llama.cpp."""
+        # A tree must fit the cells that are left, and nodes beyond `left` tokens are wasted.
+        nodes = min(draft.tokens, self.n_ctx - self._target.n_past - 1)
+        width = draft.width
+        if self.model.recurrent:
+            nodes, width = min(nodes, self._target.context.rollback), 1
+        depth = min(nodes, left - 1)
+        if depth <= 0:
+            return DraftTree.empty(), 0.0
+        branch, odds = _branch(index, depth)
+        block, seconds, heads = None, 0.0, Heads("none")
+        if self._drafter is not None and not (self.model.recurrent and branch):
+            started = time.perf_counter()
+            block = self._drafter.propose(anchor, depth)
+            seconds = time.perf_counter() - started
+            heads = self._drafter.heads
+        if sampler.params.rejects:
+            tree = sample_tree(
+                block,
+                heads,
+                rng=sampler.draft_rng,
+                draft_distribution=sampler.draft_distribution,
+                budget=nodes,
+                width=width,
+                most_leaves=self._target.max_leaves,
+                branch=branch,
+                branch_odds=odds,
+            )
+            return tree, seconds
+        tree = DraftTree.empty()
+        if block is not None:
+            frontier = 1 if width == 1 else draft.frontier
+            tree = build_tree(block, heads, budget=nodes, children=width, frontier=frontier)
+        if branch:
+            tree = merge_branch(tree, branch, np.cumsum(np.log(odds)).tolist()).best(nodes)
+        return tree.prune_leaves(self._target.max_leaves), seconds
+
+    def _step(
+        self,
+        committed: list[int],
+        left: int,
+        stream: TextStream,
+        is_end: Callable[[int], bool],
+        the_round: Round | None = None,
+        prefill: Prefill | None = None,
+    ) -> Step:
+        """Cut what a round committed at an end token, a stop string or the limit; make the text."""
+        text, kept, reason = "", [], None
+        for token in committed:
+            kept.append(token)
+            if is_end(token):
+                reason = "stop"
+                break
+            text += stream.feed(token)
+            if stream.stopped:
+                reason = "stop"
+                break
+            if len(kept) == left:
+                reason = "length"
+                break
+        if reason is not None:
+            text += stream.finish()
+        if the_round is not None and len(kept) < the_round.accepted:
+            the_round = Round(the_round.drafted, the_round.verified, len(kept), the_round.seconds)
+        return Step(text, tuple(kept), the_round, prefill, reason)
+
+    def _restoring(self) -> _Restoring:
+        return _Restoring(self)
+
+    def _cut(self, n: int) -> None:
+        """Keep the first `n` tokens in every cache (fewer when a cache holds or keeps less)."""
+        if self._drafter is not None:
+            n = min(n, self._drafter.n_past)
+        n = self._target.cut(n)
+        if self._drafter is not None:
+            self._drafter.cut(n)
+        del self._cached[n:]
+
+    def _check_open(self) -> None:
+        if not self._owned:
+            raise LocalspecError("this engine is closed; load it again")
+
+    def close(self) -> None:
+        """Free models and contexts. A second call does nothing."""
+        owned, self._owned = self._owned, []
+        _close_all(owned)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Restoring:
+    """Brings the caches back to what was committed when a round is interrupted anywhere."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and self._engine._owned:
+            self._engine._cut(min(len(self._engine._cached), self._engine._target.n_past))
+
+
+def _accept(tree: DraftTree, logits: npt.NDArray[np.float32], sampler: Sampler) -> Acceptance:
+    if tree.proposals is not None:
+        return accept_rejection(
+            tree, lambda row, path: sampler.distribution(logits[row], path), sampler.accept_rng
+        )
+    return accept_match(tree, lambda row, path: sampler.choose(logits[row], path))
+
+
+def _branch(index: SuffixIndex | None, depth: int) -> tuple[list[int], list[float]]:
+    """A chain from the context and, per token, the odds that it is right given the ones before."""
+    if index is None:
+        return [], []
+    match = index.match(depth)
+    if match.length < MIN_MATCH:
+        return [], []
+    # The longer the match, the surer; every token that comes true makes it longer.
+    lengths = match.length + np.arange(len(match.tokens))
+    return match.tokens, (lengths / (lengths + 1.5)).tolist()
+
+
+def _close_all(owned: list[Context | Model | GgufFile]) -> None:
+    # Contexts before their models, the drafter (which borrows from the target) before both.
+    for thing in reversed(owned):
+        thing.close()

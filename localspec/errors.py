@@ -1,0 +1,11 @@
+"""The one exception class for everything a user can cause."""
+
+from __future__ import annotations
+
+
+class LocalspecError(Exception):
+    """A problem the user can fix.
+
+    The message is one line: what is wrong and what to do about it. Commands print that line and
+    exit with status 1; embedding applications catch this class.
+    """

@@ -1,0 +1,631 @@
+"""The only file that touches ctypes or llama_cpp: models, contexts, batches, the KV cache.
+
+llama.cpp ends the process when an assertion fails, so every input that could reach one is
+checked here first. Arrays handed out by a `Context` are views of llama.cpp's own buffers: they
+hold until the next `decode` of that context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import LocalspecError
+
+logger = logging.getLogger("localspec.llama")
+logger.addHandler(logging.NullHandler())  # silent until the application configures logging
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.integer]
+
+NEEDED_VERSION = "0.3.36"
+MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+# ggml_type numbers usable for the KV cache.
+KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
+
+# Functions with C++ linkage that llama-cpp-python does not bind: C, Itanium and MSVC names.
+_EXTRA_SYMBOLS: dict[str, tuple[str, str, list[Any], Any]] = {
+    "llama_set_embeddings_layer_inp": (
+        "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+        "?llama_set_embeddings_layer_inp@@YAXPEAUllama_context@@I_N@Z",
+        [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool],
+        None,
+    ),
+    "llama_get_embeddings_layer_inp": (
+        "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+        "?llama_get_embeddings_layer_inp@@YAPEAMPEAUllama_context@@I@Z",
+        [ctypes.c_void_p, ctypes.c_uint32],
+        ctypes.c_void_p,
+    ),
+}
+# ggml_log_level; 5 continues the line before.
+_LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+
+
+class _Library:
+    """llama_cpp, imported when first needed, with our own symbols bound and its log captured."""
+
+    def __init__(self) -> None:
+        try:
+            import llama_cpp
+            from llama_cpp import llama_cpp as api
+        except ImportError as e:
+            raise LocalspecError(
+                f"llama-cpp-python cannot be imported ({e}); install it with: "
+                f"pip install 'llama-cpp-python>={NEEDED_VERSION}'"
+            ) from e
+        self.api: Any = api
+        self.version: str = llama_cpp.__version__
+        self.recent: deque[str] = deque(maxlen=50)
+        self._line, self._level = "", logging.DEBUG
+        for name, (itanium, msvc, argtypes, restype) in _EXTRA_SYMBOLS.items():
+            setattr(self, name, self._bind(name, itanium, msvc, argtypes, restype))
+        # Kept for the life of the process: llama.cpp holds the pointer.
+        self._log_callback = api.llama_log_callback(self._log)
+        api.llama_log_set(self._log_callback, ctypes.c_void_p(0))
+        api.llama_backend_init()
+
+    def _bind(self, name: str, itanium: str, msvc: str, argtypes: list[Any], restype: Any) -> Any:
+        for candidate in (name, itanium, msvc):
+            function = getattr(self.api._lib, candidate, None)
+            if function is not None:
+                function.argtypes, function.restype = argtypes, restype
+                return function
+        raise LocalspecError(
+            f"llama-cpp-python {self.version} has no {name}, which localspec needs; install a "
+            f"version that has it: pip install 'llama-cpp-python=={NEEDED_VERSION}'"
+        )
+
+    def _log(self, level: int, text: bytes, _user_data: Any) -> None:
+        # llama.cpp writes lines in pieces; level 5 continues the last piece.
+        self._level = _LOG_LEVELS.get(level, self._level)
+        self._line += text.decode("utf-8", "replace")
+        if not self._line.endswith("\n"):
+            return
+        line, self._line = self._line.rstrip(), ""
+        if self._level >= logging.ERROR:
+            self.recent.append(line)
+        logger.log(self._level, "%s", line)
+
+    def why(self) -> str:
+        """The last errors llama.cpp logged, for the end of a message."""
+        # The first complaint is the specific one; callers up the stack add general ones.
+        return self.recent[0].split(": ", 1)[-1] if self.recent else "no reason given"
+
+
+_library_lock = threading.Lock()
+_loaded: list[_Library] = []
+
+
+def library() -> Any:
+    """The llama.cpp library, loaded on first use.
+
+    Raises:
+        LocalspecError: llama-cpp-python is missing or too old.
+    """
+    with _library_lock:
+        if not _loaded:
+            _loaded.append(_Library())
+        return _loaded[0]
+
+
+def default_threads() -> int:
+    """Cores worth using for matrix products: physical ones, and on Apple silicon the fast ones."""
+    if sys.platform == "darwin":
+        return _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu") or 4
+    if sys.platform != "linux":
+        return max(1, (os.cpu_count() or 2) // 2)
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
+
+
+def _sysctl(name: str) -> int:
+    value, size = ctypes.c_int64(0), ctypes.c_size_t(8)
+    libc = ctypes.CDLL(None)
+    libc.sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return value.value
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How to load a model.
+
+    Attributes:
+        n_gpu_layers: layers on the GPU; -1 means all of them (ignored without a GPU).
+        use_mmap: map the file instead of reading it.
+        use_mlock: keep the model in memory.
+    """
+
+    n_gpu_layers: int = -1
+    use_mmap: bool = True
+    use_mlock: bool = False
+
+
+class Model:
+    """A model that llama.cpp has loaded.
+
+    Args:
+        path: a GGUF file.
+        options: where and how to load it.
+        progress: called with 0..1 while loading; returning False stops it.
+
+    Raises:
+        LocalspecError: the file cannot be loaded; the message carries llama.cpp's reason.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: ModelOptions | None = None,
+        progress: Callable[[float], bool | None] | None = None,
+    ) -> None:
+        options = options or ModelOptions()
+        self._lib = library()
+        self._api = self._lib.api
+        self.path = Path(path)
+        self._handle: Any = None
+        params = self._api.llama_model_default_params()
+        params.n_gpu_layers = options.n_gpu_layers
+        params.load_mode = _load_mode(self._api, options)
+        stopped = []
+
+        def report(fraction: float, _user_data: Any) -> bool:
+            try:
+                keep_going = progress is None or progress(fraction) is not False
+            except BaseException as e:  # must not cross the C frames below
+                stopped.append(e)
+                return False
+            if not keep_going:
+                stopped.append(LocalspecError(f"loading {self.path} was cancelled"))
+            return keep_going
+
+        callback = self._api.llama_progress_callback(report)
+        params.progress_callback = callback
+        self._lib.recent.clear()
+        self._handle = self._api.llama_model_load_from_file(os.fsencode(self.path), params)
+        if stopped:
+            self.close()
+            raise stopped[0]
+        if not self._handle:
+            raise LocalspecError(f"llama.cpp cannot load {self.path}: {self._lib.why()}")
+        api, h = self._api, self._handle
+        self._vocab = api.llama_model_get_vocab(h)
+        self.n_layer: int = api.llama_model_n_layer(h)
+        self.n_embd: int = api.llama_model_n_embd(h)
+        self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
+        self.n_ctx_train: int = api.llama_model_n_ctx_train(h)
+        self.n_bytes: int = api.llama_model_size(h)
+        self.recurrent: bool = api.llama_model_is_recurrent(h) or api.llama_model_is_hybrid(h)
+        self.bos: int = api.llama_vocab_bos(self._vocab)
+        self.eos: int = api.llama_vocab_eos(self._vocab)
+        self.add_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's pointer.
+
+        Raises:
+            LocalspecError: the model is closed.
+        """
+        if not self._handle:
+            raise LocalspecError(f"{self.path.name} is closed; load it again")
+        return self._handle
+
+    def meta(self, key: str) -> str | None:
+        """A metadata value as text; None when the key is absent."""
+        buf = ctypes.create_string_buffer(1 << 10)
+        size = self._api.llama_model_meta_val_str(self.handle, key.encode(), buf, len(buf))
+        if size < 0:
+            return None
+        if size >= len(buf):
+            buf = ctypes.create_string_buffer(size + 1)
+            self._api.llama_model_meta_val_str(self.handle, key.encode(), buf, len(buf))
+        return buf.value.decode("utf-8", "replace")
+
+    @property
+    def description(self) -> str:
+        """e.g. "llama 135M Q4_1"."""
+        buf = ctypes.create_string_buffer(256)
+        self._api.llama_model_desc(self.handle, buf, len(buf))
+        return buf.value.decode("utf-8", "replace")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja template in the file; None when it has none."""
+        text = self._api.llama_model_chat_template(self.handle, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True
+    ) -> list[int]:
+        """Token ids of `text`.
+
+        Args:
+            add_special: add the beginning-of-text token where the model wants one.
+            parse_special: read "<|im_start|>" and the like as special tokens.
+        """
+        # Lone surrogates (from broken terminals) have no UTF-8 form.
+        data = text.encode("utf-8", "replace")
+        size = len(data) + 2
+        buf = (ctypes.c_int32 * size)()
+        n = self._api.llama_tokenize(
+            self._live_vocab, data, len(data), buf, size, add_special, parse_special
+        )
+        if n < 0:  # the buffer was too small; -n fits
+            buf = (ctypes.c_int32 * -n)()
+            n = self._api.llama_tokenize(
+                self._live_vocab, data, len(data), buf, -n, add_special, parse_special
+            )
+        return list(buf[:n])
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes a token stands for; special tokens are empty unless asked for."""
+        key = (token, special)
+        if key not in self._pieces:
+            if not 0 <= token < self.n_vocab:
+                raise LocalspecError(f"token {token} is outside the vocabulary of {self.n_vocab}")
+            buf = ctypes.create_string_buffer(64)
+            n = self._api.llama_token_to_piece(self._live_vocab, token, buf, 64, 0, special)
+            if n < 0:
+                buf = ctypes.create_string_buffer(-n)
+                n = self._api.llama_token_to_piece(self._live_vocab, token, buf, -n, 0, special)
+            self._pieces[key] = buf.raw[:n]
+        return self._pieces[key]
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.piece(t, special=special) for t in tokens).decode("utf-8", "replace")
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends a generation (end of text, end of turn)."""
+        return bool(self._api.llama_vocab_is_eog(self._live_vocab, token))
+
+    @property
+    def _live_vocab(self) -> Any:
+        _ = self.handle
+        return self._vocab
+
+    def close(self) -> None:
+        """Free the model. Its contexts must be closed first. A second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle:
+            self._api.llama_model_free(handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """How to evaluate a model.
+
+    Attributes:
+        n_ctx: cells of the KV cache.
+        n_batch: most tokens in one `decode`.
+        n_outputs: most rows of logits in one `decode`.
+        n_seq_max: sequence ids available (paths of a tree).
+        rollback: tokens a recurrent model should be able to forget again; what it really can is
+            `Context.rollback`.
+        n_threads: CPU threads; 0 means one per physical core.
+        flash_attn: True, False, or None for llama.cpp's choice.
+        kv_type: element type of the KV cache, a key of `KV_TYPES`.
+        causal: False for drafters, whose blocks see themselves whole.
+        hidden_states: also hand out final hidden states (`Context.hidden`).
+        layer_inputs: layers whose inputs to capture (`Context.layer_input`).
+    """
+
+    n_ctx: int
+    n_batch: int = 512
+    n_outputs: int = 64
+    n_seq_max: int = 1
+    rollback: int = 0
+    n_threads: int = 0
+    flash_attn: bool | None = None
+    kv_type: str = "f16"
+    causal: bool = True
+    hidden_states: bool = False
+    layer_inputs: tuple[int, ...] = ()
+
+
+class Context:
+    """One evaluation state of a model: its KV cache and output buffers.
+
+    Args:
+        model: the model.
+        options: sizes and types.
+        other: for drafters, the target's context, whose token embeddings and output matrix are
+            used (llama.cpp's `ctx_other`). It must outlive this context.
+
+    Raises:
+        LocalspecError: a setting is out of range, or llama.cpp cannot allocate the context.
+    """
+
+    def __init__(self, model: Model, options: ContextOptions, other: Context | None = None) -> None:
+        self._lib, self._api = model._lib, model._api
+        self.model, self.options, self.other = model, options, other
+        self._handle: Any = None
+        _check_context(model, options)
+        params = self._api.llama_context_default_params()
+        params.n_ctx = options.n_ctx
+        params.n_batch = params.n_ubatch = options.n_batch
+        params.n_outputs_max = max(options.n_outputs, options.n_seq_max)
+        params.n_seq_max = options.n_seq_max
+        params.n_rs_seq = options.rollback
+        params.n_threads = params.n_threads_batch = options.n_threads or default_threads()
+        params.flash_attn_type = {None: -1, False: 0, True: 1}[options.flash_attn]
+        params.type_k = params.type_v = KV_TYPES[options.kv_type]
+        params.embeddings = options.hidden_states
+        params.kv_unified = True  # tree paths share the prefix's cells
+        params.swa_full = True  # rejected nodes must be removable from sliding windows too
+        params.no_perf = True
+        if other is not None:
+            params.ctx_other = other.handle
+        self._lib.recent.clear()
+        self._handle = self._api.llama_init_from_model(model.handle, params)
+        if not self._handle:
+            raise LocalspecError(
+                f"llama.cpp cannot create a context of {options.n_ctx} tokens for "
+                f"{model.path.name}: {self._lib.why()}"
+            )
+        self._memory = self._api.llama_get_memory(self._handle)
+        self.n_ctx: int = self._api.llama_n_ctx(self._handle)
+        self.rollback: int = self._api.llama_n_rs_seq(self._handle)
+        self._api.llama_set_causal_attn(self._handle, options.causal)
+        for layer in options.layer_inputs:
+            self._lib.llama_set_embeddings_layer_inp(self._handle, layer, True)
+        self._hidden_on = options.hidden_states
+        self._allocate(options.n_batch, options.n_seq_max)
+        self._n_tokens = self._n_outputs = 0
+
+    def _allocate(self, n_batch: int, n_seq_max: int) -> None:
+        self._token = np.zeros(n_batch, np.int32)
+        self._pos = np.zeros(n_batch, np.int32)
+        self._n_seq = np.ones(n_batch, np.int32)
+        self._seq = np.zeros((n_batch, n_seq_max), np.int32)
+        self._output = np.zeros(n_batch, np.int8)
+        rows = self._seq.ctypes.data + np.arange(n_batch, dtype=np.uint64) * self._seq.strides[0]
+        self._seq_rows = rows.astype(np.uint64)
+        batch = self._api.llama_batch()
+        fields = dict(type(batch)._fields_)
+        for name, array in (
+            ("token", self._token),
+            ("pos", self._pos),
+            ("n_seq_id", self._n_seq),
+            ("seq_id", self._seq_rows),
+            ("logits", self._output),
+        ):
+            setattr(batch, name, ctypes.cast(array.ctypes.data, fields[name]))
+        self._batch, self._embd_type = batch, fields["embd"]
+        # Reading `batch.token` would give a view of the field, not a copy of the pointer.
+        self._token_pointer = ctypes.cast(self._token.ctypes.data, fields["token"])
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's pointer.
+
+        Raises:
+            LocalspecError: the context is closed.
+        """
+        if not self._handle:
+            raise LocalspecError("this context is closed; load the model again")
+        return self._handle
+
+    def decode(
+        self,
+        tokens: Sequence[int] | Ints,
+        positions: Sequence[int] | Ints,
+        *,
+        outputs: Sequence[bool] | bool | npt.NDArray[np.bool_] = True,
+        sequences: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Evaluate a batch of tokens and wait for the results.
+
+        Args:
+            tokens: [n] token ids.
+            positions: [n] positions, each one past the last of its sequences or later.
+            outputs: which tokens give logits; one bool for all, or [n].
+            sequences: per token the ids it belongs to (first = the one it attends by); all in
+                sequence 0 when left out.
+
+        Raises:
+            LocalspecError: an id is out of range, the batch is too large, the cache is full.
+        """
+        n = len(tokens)
+        self._check_size(n)
+        self._token[:n] = tokens
+        if n and not (
+            0 <= int(self._token[:n].min()) <= int(self._token[:n].max()) < self.model.n_vocab
+        ):
+            raise LocalspecError(
+                f"token ids must be 0..{self.model.n_vocab - 1}; check what made the prompt"
+            )
+        self._batch.token, self._batch.embd = self._token_pointer, None
+        if self.options.hidden_states and not self._hidden_on:
+            self._set_hidden(True)
+        self._run(n, positions, outputs, sequences)
+
+    def decode_features(self, features: Floats, positions: Sequence[int] | Ints) -> None:
+        """Drafters: put target features into the KV cache.
+
+        Args:
+            features: [n, n_features] float32, the captured layer inputs side by side.
+            positions: [n] positions of those target tokens.
+        """
+        n = len(features)
+        self._check_size(n)
+        rows = np.ascontiguousarray(features, np.float32)
+        self._batch.token = None
+        self._batch.embd = ctypes.cast(rows.ctypes.data, self._embd_type)
+        # Injection has no outputs; llama.cpp would warn that hidden states were asked for.
+        if self._hidden_on:
+            self._set_hidden(False)
+        self._run(n, positions, False, None)
+
+    def _set_hidden(self, on: bool) -> None:
+        self._api.llama_set_embeddings(self.handle, on)
+        self._hidden_on = on
+
+    def _check_size(self, n: int) -> None:
+        if not 0 < n <= self.options.n_batch:
+            raise LocalspecError(f"a batch must hold 1 to {self.options.n_batch} tokens, not {n}")
+
+    def _run(
+        self,
+        n: int,
+        positions: Sequence[int] | Ints,
+        outputs: Sequence[bool] | bool | npt.NDArray[np.bool_],
+        sequences: Sequence[Sequence[int]] | None,
+    ) -> None:
+        self._pos[:n] = positions
+        self._output[:n] = outputs
+        n_outputs = int(self._output[:n].sum())
+        limit = max(self.options.n_outputs, self.options.n_seq_max)
+        if n_outputs > limit:
+            raise LocalspecError(f"{n_outputs} outputs asked of a context made for {limit}")
+        if sequences is None:
+            self._n_seq[:n] = 1
+            self._seq[:n, 0] = 0
+        else:
+            for i, ids in enumerate(sequences):
+                if not ids or not 0 <= min(ids) <= max(ids) < self.options.n_seq_max:
+                    raise LocalspecError(
+                        f"sequence ids must be 0..{self.options.n_seq_max - 1}, not {list(ids)}"
+                    )
+                self._n_seq[i] = len(ids)
+                self._seq[i, : len(ids)] = ids
+        self._batch.n_tokens = n
+        self._lib.recent.clear()
+        status = self._api.llama_decode(self.handle, self._batch)
+        if status == 0:
+            # Backends work asynchronously; waiting here lets callers time the pass.
+            self._api.llama_synchronize(self.handle)
+            self._n_tokens, self._n_outputs = n, n_outputs
+            return
+        self._n_tokens = self._n_outputs = 0
+        if status == 1:
+            raise LocalspecError(
+                f"the context of {self.n_ctx} tokens is full; load the model with a larger n_ctx"
+            )
+        raise LocalspecError(f"llama.cpp refused a batch of {n} tokens: {self._lib.why()}")
+
+    def logits(self) -> Floats:
+        """[n_outputs, n_vocab] logits of the last batch, in batch order (a view)."""
+        pointer = self._api.llama_get_logits(self.handle)
+        return _view(pointer, (self._n_outputs, self.model.n_vocab))
+
+    def hidden(self) -> Floats:
+        """[n_outputs, n_embd] final-norm hidden states of the last batch (a view)."""
+        if not self._hidden_on:
+            raise LocalspecError("this context was made without hidden states")
+        return _view(
+            self._api.llama_get_embeddings(self.handle), (self._n_outputs, self.model.n_embd)
+        )
+
+    def layer_input(self, layer: int) -> Floats:
+        """[n_tokens, n_embd] inputs of a layer for the whole last batch (a view)."""
+        if layer not in self.options.layer_inputs or not self._n_tokens:
+            raise LocalspecError(f"the inputs of layer {layer} were not captured")
+        pointer = self._lib.llama_get_embeddings_layer_inp(self.handle, layer)
+        return _view(ctypes.c_void_p(pointer), (self._n_tokens, self.model.n_embd))
+
+    def seq_copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
+        """Let sequence `target` own `source`'s cells at positions [start, end) too."""
+        self._check_ids(source, target)
+        self._api.llama_memory_seq_cp(self._memory_of_handle, source, target, start, end)
+
+    def seq_remove(self, sequence: int, start: int = -1, end: int = -1) -> bool:
+        """Take cells at positions [start, end) from a sequence; -1 means from or to the end.
+
+        Returns:
+            False when the memory cannot forget a part (recurrent models).
+        """
+        self._check_ids(sequence)
+        return bool(self._api.llama_memory_seq_rm(self._memory_of_handle, sequence, start, end))
+
+    def seq_keep(self, sequence: int) -> None:
+        """Forget every other sequence."""
+        self._check_ids(sequence)
+        self._api.llama_memory_seq_keep(self._memory_of_handle, sequence)
+
+    def seq_end(self, sequence: int) -> int:
+        """The largest position of a sequence in the cache; -1 when it is empty."""
+        self._check_ids(sequence)
+        return int(self._api.llama_memory_seq_pos_max(self._memory_of_handle, sequence))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._api.llama_memory_clear(self._memory_of_handle, False)
+
+    @property
+    def _memory_of_handle(self) -> Any:
+        _ = self.handle
+        return self._memory
+
+    def _check_ids(self, *ids: int) -> None:
+        for i in ids:
+            if not 0 <= i < self.options.n_seq_max:
+                raise LocalspecError(f"sequence {i} is outside 0..{self.options.n_seq_max - 1}")
+
+    def close(self) -> None:
+        """Free the context. A second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle:
+            self._api.llama_free(handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+
+def _view(pointer: Any, shape: tuple[int, int]) -> Floats:
+    address = ctypes.cast(pointer, ctypes.c_void_p).value
+    if not address:
+        raise LocalspecError("llama.cpp has no outputs for the last batch")
+    buffer: Any = (ctypes.c_float * (shape[0] * shape[1])).from_address(address)
+    view: Floats = np.frombuffer(buffer, np.float32).reshape(shape)
+    return view
+
+
+def _load_mode(api: Any, options: ModelOptions) -> int:
+    name = {
+        (False, False): "LLAMA_LOAD_MODE_NONE",
+        (True, False): "LLAMA_LOAD_MODE_MMAP",
+        (False, True): "LLAMA_LOAD_MODE_MLOCK",
+        (True, True): "LLAMA_LOAD_MODE_MMAP_MLOCK",
+    }[options.use_mmap, options.use_mlock]
+    return int(getattr(api, name))
+
+
+def _check_context(model: Model, o: ContextOptions) -> None:
+    if o.n_ctx < 8 or o.n_ctx > 1 << 24:
+        raise LocalspecError(f"n_ctx must be between 8 and {1 << 24}, not {o.n_ctx}")
+    if o.n_batch < 1 or o.n_outputs < 1 or o.n_threads < 0:
+        raise LocalspecError("n_batch and n_outputs must be at least 1, n_threads at least 0")
+    if not 1 <= o.n_seq_max <= MAX_SEQUENCES:
+        raise LocalspecError(f"n_seq_max must be 1..{MAX_SEQUENCES}, not {o.n_seq_max}")
+    if o.kv_type not in KV_TYPES:
+        raise LocalspecError(f"KV type {o.kv_type!r} is unknown; one of {', '.join(KV_TYPES)}")
+    for layer in o.layer_inputs:
+        # llama.cpp asserts on this; n_layer itself (the last layer's output) is not filled by
+        # most architectures.
+        if not 0 <= layer < model.n_layer:
+            raise LocalspecError(f"layer {layer} is outside 0..{model.n_layer - 1}")

@@ -1,0 +1,129 @@
+"""The target: prefill, verification of a draft tree, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.llama import Context
+from localspec.tree import DraftTree
+
+Floats = npt.NDArray[np.float32]
+
+
+class Target:
+    """The target's context with the bookkeeping of tree verification.
+
+    Committed tokens live in sequence 0 at positions 0..n_past-1. A tree is verified in one batch
+    without any mask: every root-to-leaf path is a sequence id that shares the prefix's cells, and
+    a node carries the ids of all leaves below it (`DraftTree.sequence_ids`).
+
+    Args:
+        context: made with `layer_inputs` when features are wanted, and with `n_seq_max` at least
+            the leaves of the trees to come.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.layers = context.options.layer_inputs
+        self.n_past = 0
+        self._tree: DraftTree | None = None
+
+    @property
+    def max_leaves(self) -> int:
+        """Most leaves a tree may have."""
+        return self.context.options.n_seq_max
+
+    def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Evaluate prompt tokens in chunks, after what is committed already.
+
+        Yields:
+            (start, n) after each chunk: positions start..start+n-1 are done and `features(n)`
+            gives theirs. After the last chunk `logits()` has one row, that of the last token.
+        """
+        size = self.context.options.n_batch
+        for at in range(0, len(tokens), size):
+            chunk = tokens[at : at + size]
+            outputs = np.zeros(len(chunk), bool)
+            outputs[-1] = at + len(chunk) == len(tokens)
+            start = self.n_past
+            self.context.decode(chunk, np.arange(start, start + len(chunk)), outputs=outputs)
+            self.n_past += len(chunk)
+            yield start, len(chunk)
+
+    def verify(self, anchor: int, tree: DraftTree) -> Floats:
+        """Evaluate the anchor and a tree after the committed tokens, in one batch.
+
+        Args:
+            anchor: the last chosen token, not evaluated yet.
+            tree: any tree with at most `max_leaves` leaves (the chain and the empty tree too).
+
+        Returns:
+            [N + 1, V] logits: row 0 follows the anchor, row i + 1 node i (a view that holds until
+            the next pass).
+        """
+        p, ids = self.n_past, tree.sequence_ids
+        n_leaves = max(1, len(tree.leaves))
+        for s in range(1, n_leaves):
+            self.context.seq_copy(0, s)
+        tokens = np.concatenate([[anchor], tree.token])
+        positions = np.concatenate([[p], p + tree.depth])
+        sequences = None if n_leaves == 1 else [range(n_leaves), *ids]
+        self._tree = tree
+        self.context.decode(tokens, positions, outputs=True, sequences=sequences)
+        return self.context.logits()
+
+    def logits(self) -> Floats:
+        """[rows, V] logits of the last pass."""
+        return self.context.logits()
+
+    def features(self, rows: int | Sequence[int] | npt.NDArray[np.integer]) -> Floats:
+        """Captured layer inputs of the last pass, side by side.
+
+        Args:
+            rows: the first n rows of the batch, or row indices.
+
+        Returns:
+            [n, len(layers) * n_embd] float32 (a copy).
+        """
+        pick = slice(rows) if isinstance(rows, int) else rows
+        return np.concatenate([self.context.layer_input(i)[pick] for i in self.layers], axis=1)
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the anchor and the nodes of `path`; forget the rest of the last verified tree.
+
+        Args:
+            path: node indices from depth 1 downwards, each the parent of the next; may end
+                before a leaf or be empty.
+        """
+        tree, p, end = self._tree, self.n_past, self.n_past + 1 + len(path)
+        assert tree is not None
+        ids = tree.sequence_ids
+        winner = ids[path[-1]][0] if len(path) else 0
+        # Sequence 0 owns the first leaf's path; it keeps what the two paths share.
+        shared = sum(1 for node in path if ids[node][0] == 0)
+        if len(tree) > len(path) or winner:
+            self.context.seq_remove(0, p + 1 + shared)
+        if winner:
+            self.context.seq_copy(winner, 0, p + 1 + shared, end)
+        if len(tree.leaves) > 1:
+            self.context.seq_keep(0)
+        self.n_past, self._tree = end, None
+
+    def cut(self, n: int) -> int:
+        """Forget everything from position `n` on, and every unfinished tree.
+
+        Returns:
+            The number of tokens kept: `n`, or 0 when this memory cannot forget a part.
+        """
+        self._tree = None
+        n = min(n, self.n_past)
+        if self.max_leaves > 1:
+            self.context.seq_keep(0)
+        if not self.context.seq_remove(0, n):
+            self.context.clear()
+            n = 0
+        self.n_past = n
+        return n
