@@ -31,13 +31,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--draft-tokens", type=int, default=7)
     parser.add_argument("--width", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     draft = DraftOptions(tokens=args.draft_tokens, width=args.width)
     runs = different = unexplained = 0
     # Two engines: neither sees a KV cache that the other's pass sizes have rounded.
     with (
-        Engine.load(args.target, n_ctx=2048) as plain,
-        Engine.load(args.target, args.drafter, n_ctx=2048) as fast,
+        Engine.load(args.target, n_ctx=2048, n_threads=args.threads) as plain,
+        Engine.load(args.target, args.drafter, n_ctx=2048, n_threads=args.threads) as fast,
     ):
         for name in PROMPT_FILES:
             results = []

@@ -5,6 +5,7 @@ The chain is the tree of width 1; there is no other draft structure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -260,6 +261,7 @@ def build_tree(
     budget: int,
     children: int,
     frontier: int,
+    confidence: float = 0.0,
     shortlist: int = SHORTLIST,
 ) -> DraftTree:
     """Grow a tree from one block: the head is asked once per parent (PCTree).
@@ -278,6 +280,8 @@ def build_tree(
         budget: N, nodes in the tree.
         children: children per parent.
         frontier: nodes kept per level, those that become parents.
+        confidence: weight of the confidence head: `confidence * log c_d(u)` is added to the score
+            of every child of u. 0 is PCTree as published.
         shortlist: candidate tokens per depth.
 
     Returns:
@@ -289,6 +293,7 @@ def build_tree(
     depths = min(block.depth, budget)  # a tree of N nodes is at most N deep
     baked = None if block.baked is None else heads.embed(block.baked)
 
+    scratch = np.empty(block.logits.shape[1], np.float32)
     tokens = np.array([block.anchor], np.int32)
     state = heads.root_state()
     scores = np.zeros(1, np.float32)
@@ -300,8 +305,11 @@ def build_tree(
         latent, state = heads.latent(tokens, hidden, state)
         shift = latent if baked is None else latent - baked[d]
         candidates = largest(block.logits[d], shortlist)
-        z = block.logits[d, candidates] + heads.bias(shift, candidates)
-        log_pi = z - _log_norm(z, block.logits[d], candidates)
+        own = block.logits[d, candidates]
+        z = own + heads.bias(shift, candidates)
+        log_pi = z - _log_norm(z, _rest(block.logits[d], own, scratch))
+        if confidence and hidden is not None and heads.has_confidence:
+            log_pi += confidence * np.log(heads.confidence(tokens, hidden))[:, None]
         at, best = top_k(log_pi, children)
         flat = (scores[:, None] + best).ravel()
         order = np.argsort(-flat, kind="stable")[:frontier]
@@ -326,14 +334,27 @@ def build_tree(
     return tree.best(budget)
 
 
-def _log_norm(z: Floats, row: Floats, candidates: npt.NDArray[np.intp]) -> Floats:
-    """[P, 1] log of the softmax's denominator: candidates at their z, the rest at their logit."""
+def _rest(row: Floats, own: Floats, scratch: Floats) -> float:
+    """Log of the summed exp of the logits outside the shortlist (-inf when there are none).
+
+    Args:
+        row: [V] logits of a depth.
+        own: [C] those of the shortlist, which holds the largest.
+        scratch: [V] work space; fresh arrays of this size cost more than the arithmetic.
+    """
+    if len(own) == len(row):
+        return -np.inf
+    peak = own.max()
+    np.subtract(row, peak, out=scratch)
+    np.exp(scratch, out=scratch)
+    rest = float(scratch.sum()) - float(np.exp(own - peak).sum())
+    return float(peak) + math.log(rest) if rest > 0 else -np.inf
+
+
+def _log_norm(z: Floats, rest: float) -> Floats:
+    """[P, 1] log of the softmax's denominator: candidates at their z, the rest as it is."""
     # Each parent against its own maximum: the bias of one may lie far above another's.
     top = z.max(axis=1, keepdims=True)
-    out: Floats = top + np.log(np.exp(z - top).sum(axis=1, keepdims=True))
-    if len(candidates) < len(row):
-        peak = row.max()
-        rest = np.exp(row - peak).sum() - np.exp(row[candidates] - peak).sum()
-        if rest > 0:
-            out = np.logaddexp(out, peak + np.log(rest))
+    inside = top + np.log(np.exp(z - top).sum(axis=1, keepdims=True))
+    out: Floats = np.logaddexp(inside, np.float32(rest))
     return out

@@ -23,7 +23,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gated-no-markov-conf": ({"head": "gated", "conf_markov": False}, {}),
     "rnn-no-markov-conf": ({"head": "rnn", "conf_markov": False}, {}),
     "no-conf": ({"confidence": False}, {}),
-    "plain": ({"head": "none"}, {}),
+    "plain": ({"head": "none", "confidence": False}, {}),
     "dflash": ({"head": "none", "confidence": False}, {"sample_from_anchor": False}),
 }
 HEADS = ("vanilla", "gated", "rnn")

@@ -91,9 +91,7 @@ def test_rows_belong_to_the_nodes_they_are_asked_for(tree, seed):
     def target(tokens):
         return hash((seed, *tokens)) % 3
 
-    by_row = {0: ()} | {
-        i + 1: tuple(tree.token[tree.path(i)].tolist()) for i in range(len(tree))
-    }
+    by_row = {0: ()} | {i + 1: tuple(tree.token[tree.path(i)].tolist()) for i in range(len(tree))}
     outcome = accept_match(tree, lambda row, tokens: target(by_row[row]))
     committed = [*tree.token[list(outcome.path)].tolist(), outcome.bonus]
     plain: list[int] = []

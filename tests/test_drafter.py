@@ -33,9 +33,7 @@ def opened(tiny_target, path, n_batch: int = 256) -> Iterator[tuple[Target, Draf
         stack.callback(file.close)
         info = read_drafter(file)
         models = [Model(tiny_target.gguf), Model(path)]
-        context = Context(
-            models[0], ContextOptions(512, layer_inputs=info.target_layers, **EXACT)
-        )
+        context = Context(models[0], ContextOptions(512, layer_inputs=info.target_layers, **EXACT))
         other = Context(
             models[1],
             ContextOptions(512, n_batch=n_batch, causal=False, hidden_states=True, **EXACT),
@@ -138,9 +136,7 @@ def test_cut_inside_what_waits(tiny_target, tiny_drafter):
         assert_equal_blocks(copied(drafter.propose(70)), expected)
 
 
-def test_a_pass_that_was_interrupted_leaves_nothing_behind(
-    tiny_target, tiny_drafter, monkeypatch
-):
+def test_a_pass_that_was_interrupted_leaves_nothing_behind(tiny_target, tiny_drafter, monkeypatch):
     real = Context.decode_features
 
     def interrupted(self, *args):
@@ -184,7 +180,7 @@ whole_tree = functools.partial(build_tree, shortlist=320)
 
 
 def drafters(tiny_drafter, name):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch").set_num_threads(1)  # llama.cpp has threads of its own
     from localspec.models import load_drafter
 
     checkpoint, path = tiny_drafter(name)
@@ -217,12 +213,10 @@ def test_blocks_equal_those_of_the_torch_reference(name, tiny_target, tiny_draft
                 np.testing.assert_allclose(base, theirs.base.numpy(), atol=2e-2)
                 hidden = drafter.context.hidden()[-block.depth :]
                 np.testing.assert_allclose(hidden, theirs.hidden.numpy(), atol=2e-2)
-                chain = whole_tree(
-                    block, drafter.heads, budget=block.depth, children=1, frontier=1
-                )
+                chain = whole_tree(block, drafter.heads, budget=block.depth, children=1, frontier=1)
                 assert chain.token.tolist() == theirs.tokens.tolist()
+                assert drafter.heads.has_confidence == (theirs.confidence is not None)
                 if theirs.confidence is None:
-                    assert not drafter.heads.has_confidence
                     continue
                 parents = [anchor, *theirs.tokens.tolist()]
                 sure = [
@@ -257,4 +251,5 @@ def test_whole_runs_equal_those_of_the_reference_evaluator(
             assert ours.pop() <= theirs.pop()
         assert ours == theirs
         accepted += ours
-    assert 0 in accepted and max(accepted) >= 3
+    if engine._drafter.heads.kind != "none":  # a drafter without a head knows nothing here
+        assert 0 in accepted and max(accepted) >= 3

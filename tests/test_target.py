@@ -116,9 +116,7 @@ def test_plain_decoding_and_chains_are_trees_too(make, tree):
     assert found.shape == (len(tree) + 1, 320)
     with plain(make, prompt) as logits:
         for i in range(len(tree) + 1):
-            np.testing.assert_allclose(
-                found[i], logits([60, *tree.token[:i].tolist()]), atol=NEAR
-            )
+            np.testing.assert_allclose(found[i], logits([60, *tree.token[:i].tolist()]), atol=NEAR)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -86,7 +86,9 @@ def test_any_split_gives_the_same_text(text, stops, marks):
     assert stream.stopped == any(s and s in text for s in stops)
 
 
-@given(st.text("ab🙂", max_size=14), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), cuts)
+@given(
+    st.text("ab🙂", max_size=14), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), cuts
+)
 def test_only_the_start_of_a_stop_string_is_ever_held(text, stops, marks):
     pieces = split(text.encode(), marks)
     stream = TextStream(pieces.__getitem__, stops)

@@ -153,9 +153,7 @@ def assert_is_a_tree(tree: DraftTree):
 def test_builder_equals_the_definition(case, budget, children, frontier):
     expected, margin = definition(case, budget, children, frontier)
     assume(margin > 1e-4)  # else rounding decides
-    tree = build_tree(
-        case.block, case.heads, budget=budget, children=children, frontier=frontier
-    )
+    tree = build_tree(case.block, case.heads, budget=budget, children=children, frontier=frontier)
     assert_is_a_tree(tree)
     assert_same_nodes(tree, expected, 1e-4)
 
@@ -229,7 +227,9 @@ def test_a_shortlist_changes_scores_by_little(baked):
     # Logits of the shape models give: few likely tokens, a long tail, biases of a few units.
     rng = np.random.default_rng(0)
     vocab, depth, rank = 20000, 5, 16
-    logits = (2.0 * rng.normal(size=(depth, vocab)) + 6 * rng.random((depth, vocab)) ** 40).astype(F)
+    logits = (2.0 * rng.normal(size=(depth, vocab)) + 6 * rng.random((depth, vocab)) ** 40).astype(
+        F
+    )
     case = Case(
         "vanilla",
         vocab,

@@ -1,6 +1,6 @@
 """localspec against llama.cpp's own `draft-dspark`, on the same files, threads and prompts.
 
-    python benchmarks/llama_cpp.py --llama-bin DIR [--prompts 4] [--draft-tokens 7]
+    python benchmarks/against_llama_cpp.py --llama-bin DIR [--prompts 4] [--draft-tokens 7]
 
 DIR holds `llama-speculative-simple`, built from the llama.cpp that llama-cpp-python carries (see
 docs/benchmarks.md). The two run turn by turn on every prompt; the ratio is that of the medians.
