@@ -101,7 +101,10 @@ class _Library:
     def why(self) -> str:
         """The last errors llama.cpp logged, for the end of a message."""
         # The first complaint is the specific one; callers up the stack add general ones.
-        return self.recent[0].split(": ", 1)[-1] if self.recent else "no reason given"
+        # Some go on over several lines; messages here have one.
+        if not self.recent:
+            return "no reason given"
+        return self.recent[0].split(": ", 1)[-1].splitlines()[0].rstrip(" :")
 
 
 _library_lock = threading.Lock()
@@ -388,6 +391,8 @@ class Context:
             )
         self._memory = self._api.llama_get_memory(self._handle)
         self.n_ctx: int = self._api.llama_n_ctx(self._handle)
+        # llama.cpp cuts this to n_ctx and asserts on larger batches.
+        self._n_batch = min(options.n_batch, int(self._api.llama_n_batch(self._handle)))
         self.rollback: int = self._api.llama_n_rs_seq(self._handle)
         self._api.llama_set_causal_attn(self._handle, options.causal)
         for layer in options.layer_inputs:
@@ -473,6 +478,9 @@ class Context:
         n = len(features)
         self._check_size(n)
         rows = np.ascontiguousarray(features, np.float32)
+        width = int(self._api.llama_model_n_embd_inp(self.model.handle))
+        if rows.shape != (n, width):
+            raise LocalspecError(f"features must be [n, {width}], not {list(rows.shape)}")
         self._batch.token = None
         self._batch.embd = ctypes.cast(rows.ctypes.data, self._embd_type)
         # Injection has no outputs; llama.cpp would warn that hidden states were asked for.
@@ -485,8 +493,8 @@ class Context:
         self._hidden_on = on
 
     def _check_size(self, n: int) -> None:
-        if not 0 < n <= self.options.n_batch:
-            raise LocalspecError(f"a batch must hold 1 to {self.options.n_batch} tokens, not {n}")
+        if not 0 < n <= self._n_batch:
+            raise LocalspecError(f"a batch must hold 1 to {self._n_batch} tokens, not {n}")
 
     def _run(
         self,

@@ -262,6 +262,7 @@ def build_tree(
     children: int,
     frontier: int,
     confidence: float = 0.0,
+    calibrate: Callable[[int, Floats], Floats] | None = None,
     shortlist: int = SHORTLIST,
 ) -> DraftTree:
     """Grow a tree from one block: the head is asked once per parent (PCTree).
@@ -282,6 +283,8 @@ def build_tree(
         frontier: nodes kept per level, those that become parents.
         confidence: weight of the confidence head: `confidence * log c_d(u)` is added to the score
             of every child of u. 0 is PCTree as published.
+        calibrate: (depth from 0, log pi [P, k]) -> log odds that a child is right given its
+            parent; the scores then sum those. Must be at most 0 and keep the order.
         shortlist: candidate tokens per depth.
 
     Returns:
@@ -311,6 +314,8 @@ def build_tree(
         if confidence and hidden is not None and heads.has_confidence:
             log_pi += confidence * np.log(heads.confidence(tokens, hidden))[:, None]
         at, best = top_k(log_pi, children)
+        if calibrate is not None:
+            best = calibrate(d, best)
         flat = (scores[:, None] + best).ravel()
         order = np.argsort(-flat, kind="stable")[:frontier]
         parents = order // at.shape[1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import PLAIN, prompt_of, same_text
 
 import tiny
+from localspec.convert import convert
 from localspec.engine import DraftOptions, Engine, Result
 from localspec.sampling import SamplingParams
 from localspec.tree import DraftTree
@@ -44,22 +46,46 @@ def test_greedy_output_is_the_plain_one(load: Load, drafter: str | None, width: 
     assert equal
 
 
-@pytest.mark.parametrize("drafter", [None, "vanilla"])
-def test_a_copying_prompt_is_accepted_far_more(load: Load, drafter: str | None):
-    engine = load(drafter)
-
-    def accepted(context: bool) -> float:
+def accepted_lengths(engine: Engine) -> tuple[float, float]:
+    """Without and with context, on copying prompts."""
+    out = []
+    for context in (False, True):
         draft = DraftOptions(tokens=15, width=2, context=context)
-        taus = []
-        for seed in range(3):
-            prompt, _ = copying_prompt(engine, seed)
-            taus.append(engine.complete(prompt, draft=draft, **OPTIONS).tau)
-        return float(np.mean(taus))
+        results = [
+            engine.complete(copying_prompt(engine, seed)[0], draft=draft, **OPTIONS)
+            for seed in range(3)
+        ]
+        out.append(float(np.mean([result.tau for result in results])))
+    print(f"accepted length {out[0]:.2f} without, {out[1]:.2f} with context")
+    return out[0], out[1]
 
-    without, with_ = accepted(False), accepted(True)
-    if drafter is None:
+
+@pytest.fixture(scope="module")
+def copier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target that copies faithfully, and a drafter that is often wrong."""
+    folder = tmp_path_factory.mktemp("copier")
+    target = tiny.build_target(folder / "target", noise=0.0)
+    drafter = tiny.build_drafter(folder / "drafter", target, base_noise=2.5)
+    assert target.gguf is not None
+    convert(drafter.path, target.gguf, folder / "drafter.gguf", outtype="f32")
+    return target.gguf, folder / "drafter.gguf"
+
+
+@pytest.mark.parametrize("with_drafter", [False, True])
+def test_a_copying_prompt_is_accepted_far_more(copier: tuple[Path, Path], with_drafter: bool):
+    target, drafter = copier
+    with Engine.load(target, drafter if with_drafter else None, n_ctx=256, n_threads=1) as engine:
+        without, with_ = accepted_lengths(engine)
+    if not with_drafter:
         assert without == 1
-    assert with_ > 2 * without, (without, with_)
+    assert with_ > 3 * without
+
+
+@pytest.mark.parametrize(("drafter", "gain"), [(None, 2.0), ("plain", 1.5), ("vanilla", 1.2)])
+def test_a_copy_with_changes_is_accepted_more(load: Load, drafter: str | None, gain: float):
+    # The tiny target does not copy faithfully, and its drafters leave less to gain.
+    without, with_ = accepted_lengths(load(drafter))
+    assert with_ > gain * without
 
 
 def test_what_the_text_repeats_of_itself_is_drafted_too(load: Load):
@@ -92,20 +118,19 @@ def test_branch_and_tree_share_nodes(load: Load):
 
 @pytest.fixture(scope="module")
 def featureless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A target that llama.cpp takes no layer features from."""
-    target = tiny.build_target(tmp_path_factory.mktemp("qwen2"), arch="qwen2")
+    """A target that llama.cpp takes no layer features from; it copies well."""
+    target = tiny.build_target(tmp_path_factory.mktemp("qwen2"), arch="qwen2", noise=0.05)
     with Engine.load(target.gguf, n_ctx=256, n_threads=1) as engine:  # type: ignore[arg-type]
         yield engine
 
 
 def test_a_target_without_layer_features(featureless: Engine):
-    accepted = 0
     for seed in range(3):
         prompt, plain = copying_prompt(featureless, seed)
         result = featureless.complete(prompt, draft=with_context(tokens=7), **OPTIONS)
         same_text(featureless, prompt, plain, result.token_ids)
-        accepted += sum(r.accepted for r in result.rounds)
-    assert accepted > 60
+        print(f"accepted length {result.tau:.2f}")
+        assert result.tau > 2
 
 
 def sampled(engine: Engine, prompt: list[int], draft: DraftOptions, rule: str, seed: int) -> Result:

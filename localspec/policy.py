@@ -1,0 +1,268 @@
+"""How much to verify: costs measured on this machine against odds learned from this text.
+
+Pure arithmetic on numbers that others measure; no model and no clock in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.tree import ROOT, DraftTree
+
+Floats = npt.NDArray[np.float64]
+
+# Sizes of the target's passes that are measured: every size where kernels are known to change
+# (8 | 9 on CUDA, Metal and Vulkan, 16 | 17 and 32 | 33 for tensor-core tiles) has both its sides.
+SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
+
+
+class CostCurve:
+    """T(n): the time of one target pass over n tokens, at any context depth.
+
+    Between measured sizes and depths it interpolates linearly; it is never assumed to be smooth
+    or rising. While generating, `observe` follows the machine: a busy machine slows everything
+    alike, which changes no decision, so that common factor is tracked apart and only what a size
+    does differently moves its own entry.
+
+    Args:
+        sizes: [M] rising pass sizes n, the first 1.
+        depths: [K] rising context depths in tokens.
+        seconds: [K, M] seconds per pass.
+    """
+
+    def __init__(self, sizes: Sequence[int], depths: Sequence[int], seconds: Floats) -> None:
+        self.sizes = np.asarray(sizes, np.int64)
+        self.depths = np.asarray(depths, np.int64)
+        self.seconds = np.asarray(seconds, np.float64)
+        self._every = np.arange(1, int(self.sizes[-1]) + 1)
+        self._factor = np.ones(len(self._every))
+        self._load = 1.0
+
+    @property
+    def largest(self) -> int:
+        """The largest pass the curve knows."""
+        return int(self.sizes[-1])
+
+    def at(self, depth: int) -> Floats:
+        """[largest] seconds of passes of 1, 2, 3, ... tokens at a context depth."""
+        rows = [np.interp(self._every, self.sizes, row) for row in self.seconds]
+        if len(rows) == 1:
+            only: Floats = rows[0] * self._factor
+            return only
+        weight = np.interp(depth, self.depths, np.arange(len(rows)))
+        low = min(int(weight), len(rows) - 2)
+        # Beyond the last measured depth the slope goes on: attention only gets longer.
+        if depth > self.depths[-1]:
+            span = self.depths[-1] - self.depths[-2]
+            weight, low = len(rows) - 1 + (depth - self.depths[-1]) / span, len(rows) - 2
+        out: Floats = rows[low] + (weight - low) * (rows[low + 1] - rows[low])
+        return np.maximum(out, 1e-9) * self._factor
+
+    def observe(self, size: int, depth: int, seconds: float) -> None:
+        """Learn from a real pass. One outlier moves an entry by a few percent at most."""
+        if not 1 <= size <= self.largest or seconds <= 0:
+            return
+        ratio = seconds / self.at(depth)[size - 1]
+        self._load *= np.clip(ratio / self._load, 0.8, 1.25) ** 0.2
+        own = np.clip(ratio / self._load, 0.8, 1.25)
+        self._factor[size - 1] = np.clip(self._factor[size - 1] * own**0.05, 0.25, 4.0)
+
+
+class Survival:
+    """Odds that a drafted token is right, given that its parent is.
+
+    The drafter's own probability p of the token, corrected: logit a = b_d + w logit p with one
+    offset per depth. The offsets are learned while generating (online logistic regression) and
+    drift back slowly, so that a bad drafter or an unusual text is noticed within tens of tokens.
+
+    Args:
+        depths: draft depths.
+        slope: w.
+        offsets: [depths] b_d to start from and to drift back to.
+    """
+
+    RATE, MEMORY = 0.15, 0.998
+
+    def __init__(
+        self, depths: int, slope: float = 1.0, offsets: Sequence[float] | None = None
+    ) -> None:
+        self.slope = slope
+        self.start = np.zeros(depths) if offsets is None else np.asarray(offsets, np.float64).copy()
+        self.offsets = self.start.copy()
+
+    def log_odds(self, depth: int, log_p: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """log a of tokens at one depth (0-based) from their log p under the drafter."""
+        p = np.clip(np.exp(log_p), 1e-6, 1 - 1e-6)
+        z = self.offsets[min(depth, len(self.offsets) - 1)] + self.slope * np.log(p / (1 - p))
+        out: npt.NDArray[np.float32] = -np.logaddexp(0.0, -z).astype(np.float32)
+        return out
+
+    def observe(self, depth: int, odds: float, right: bool) -> None:
+        """A token with estimated odds at one depth (0-based) came out right or wrong."""
+        d = min(depth, len(self.offsets) - 1)
+        self.offsets[d] += self.RATE * (float(right) - odds)
+        self.offsets[d] = self.start[d] + self.MEMORY * (self.offsets[d] - self.start[d])
+
+
+class ContextOdds:
+    """Odds that the token after a repeat of some length is the one that followed the last time.
+
+    Counts per class of match length with a prior of length / (length + 1.5), forgetting slowly.
+    """
+
+    EDGES = (2, 3, 4, 6, 9, 17, 33)
+    PRIOR, MEMORY = 4.0, 0.98
+
+    def __init__(self) -> None:
+        self._right = np.zeros(len(self.EDGES) + 1)
+        self._seen = np.zeros(len(self.EDGES) + 1)
+
+    def odds(self, length: int, count: int) -> list[float]:
+        """Odds of `count` tokens in a row after a match; each that comes true lengthens it."""
+        lengths = length + np.arange(count)
+        at = np.searchsorted(self.EDGES, lengths, side="right")
+        prior = lengths / (lengths + 1.5)
+        estimate = (self._right[at] + self.PRIOR * prior) / (self._seen[at] + self.PRIOR)
+        return [float(x) for x in np.clip(estimate, 0.01, 0.995)]
+
+    def observe(self, length: int, right: bool) -> None:
+        """The token after a match of some length came out right or wrong."""
+        at = int(np.searchsorted(self.EDGES, length, side="right"))
+        self._right[at] = self.MEMORY * self._right[at] + right
+        self._seen[at] = self.MEMORY * self._seen[at] + 1
+
+
+def best_size(survival: Floats, cost: Floats, fixed: float) -> tuple[int, float]:
+    """How many of the best nodes to verify.
+
+    Args:
+        survival: [N] falling probabilities that each node is accepted.
+        cost: [M] seconds of target passes of 1, 2, ... tokens.
+        fixed: seconds of the round that do not depend on the choice (draft, host).
+
+    Returns:
+        (n, tokens per second) with the largest (1 + sum of the n best) / (fixed + T(n + 1)) over
+        every n from 0; curves are jagged, so all of them are looked at.
+    """
+    n = min(len(survival), len(cost) - 1)
+    expected = 1 + np.concatenate([[0.0], np.cumsum(survival[:n])])
+    rate = expected / (fixed + cost[: n + 1])
+    best = int(rate.argmax())
+    return best, float(rate[best])
+
+
+@dataclass
+class Pacing:
+    """Whether the drafter is worth asking, and when to ask again if it is not.
+
+    Attributes:
+        tokens: running mean of tokens committed per drafted round.
+        seconds: running mean of such a round's expected time.
+        plain: running mean of a plain round's expected time.
+        wait: plain rounds until the next probe.
+        pause: how long the last pause was.
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    plain: float = 0.0
+    wait: int = 0
+    pause: int = 0
+    MEMORY: float = field(default=0.9, repr=False)
+    LONGEST: int = field(default=4096, repr=False)
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafted rounds have been faster per token than plain ones."""
+        return self.seconds == 0 or self.tokens * self.plain >= self.seconds
+
+    def ask(self) -> bool:
+        """Whether to draft this round; counts a plain round when not."""
+        if self.pays or self.wait <= 0:
+            return True
+        self.wait -= 1
+        return False
+
+    def observe(self, tokens: int, seconds: float, plain: float, probe: float) -> None:
+        """A drafted round committed some tokens.
+
+        Args:
+            tokens: committed.
+            seconds: the round's expected time (from the curve, so that noise does not count).
+            plain: a plain round's expected time.
+            probe: what a drafted round costs more than a plain one when nothing is accepted.
+        """
+        keep = self.MEMORY if self.seconds else 0.0
+        self.tokens = keep * self.tokens + (1 - keep) * tokens
+        self.seconds = keep * self.seconds + (1 - keep) * seconds
+        self.plain = keep * self.plain + (1 - keep) * plain
+        if self.pays:
+            self.pause = 0
+            return
+        # Probing must stay below 1% of the time; it gets rarer while it keeps failing.
+        shortest = int(np.ceil(100 * probe / max(plain, 1e-9)))
+        self.pause = min(max(shortest, 2 * self.pause), max(shortest, self.LONGEST))
+        self.wait = self.pause
+
+
+class AutoPolicy:
+    """What the policy knows about one engine: costs, odds, and whether the drafter pays.
+
+    Args:
+        curve: the target's costs.
+        block_seconds: one drafter pass; 0 without a drafter.
+        host_seconds: what Python adds to a round.
+        depths: draft depths of the drafter.
+    """
+
+    def __init__(
+        self, curve: CostCurve, *, block_seconds: float, host_seconds: float, depths: int
+    ) -> None:
+        self.curve, self.block_seconds, self.host_seconds = curve, block_seconds, host_seconds
+        self.survival = Survival(max(1, depths))
+        self.context = ContextOdds()
+        self.pacing = Pacing()
+
+    def choose(self, tree: DraftTree, context_depth: int, *, drafted: bool) -> DraftTree:
+        """The best part of a tree whose scores are log survival; possibly nothing.
+
+        Args:
+            tree: everything that could be verified.
+            context_depth: committed tokens.
+            drafted: whether the drafter was asked this round.
+        """
+        cost = self.curve.at(context_depth)
+        fixed = self.host_seconds + (self.block_seconds if drafted else 0.0)
+        survival = np.exp(np.sort(tree.score.astype(np.float64))[::-1])
+        n, rate = best_size(survival, cost, fixed)
+        if drafted:
+            plain = self.host_seconds + float(cost[0])
+            seconds = fixed + float(cost[n])
+            self.pacing.observe(rate * seconds, seconds, plain, self.block_seconds)
+        return tree.best(n)
+
+    def learn_draft(self, tree: DraftTree, committed: Sequence[int]) -> None:
+        """Compare a drafter's whole tree with what the target chose, as far as both go."""
+        at = ROOT
+        for d, token in enumerate(committed):
+            above = 0.0 if at == ROOT else float(tree.score[at])
+            following = ROOT
+            for child in tree.children.get(at, ()):
+                right = int(tree.token[child]) == token
+                self.survival.observe(d, float(np.exp(tree.score[child] - above)), right)
+                if right:
+                    following = child
+            if following == ROOT:
+                return
+            at = following
+
+    def learn_branch(self, length: int, branch: Sequence[int], committed: Sequence[int]) -> None:
+        """Compare a branch from the context, after a match of some length, with the text."""
+        for i, (guess, token) in enumerate(zip(branch, committed, strict=False)):
+            self.context.observe(length + i, guess == token)
+            if guess != token:
+                return
