@@ -478,9 +478,10 @@ class Context:
         n = len(features)
         self._check_size(n)
         rows = np.ascontiguousarray(features, np.float32)
-        width = int(self._api.llama_model_n_embd_inp(self.model.handle))
-        if rows.shape != (n, width):
-            raise LocalspecError(f"features must be [n, {width}], not {list(rows.shape)}")
+        other = self.other
+        width = 0 if other is None else len(other.options.layer_inputs) * other.model.n_embd
+        if rows.shape != (n, width):  # llama.cpp would read past their end
+            raise LocalspecError(f"features must be [{n}, {width}], not {list(rows.shape)}")
         self._batch.token = None
         self._batch.embd = ctypes.cast(rows.ctypes.data, self._embd_type)
         # Injection has no outputs; llama.cpp would warn that hidden states were asked for.

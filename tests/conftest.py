@@ -97,20 +97,14 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 def top_two_gap(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], at: int) -> float:
     """How far the target's two best logits lie apart where `tokens[at]` was chosen, plainly."""
-    logits: list[np.ndarray] = []
-    choose = np.argmax
     target = engine._target
     engine._cut(0)
-    for _ in target.prefill(list(prompt)):
-        pass
-    logits.append(target.logits()[-1].copy())
-    for token in tokens[:at]:
-        for _ in target.prefill([token]):
+    for piece in (list(prompt), *([token] for token in tokens[:at])):
+        for _ in target.prefill(piece):
             pass
-        logits[0] = target.logits()[-1].copy()
+    second, best = np.sort(target.logits()[-1])[-2:]
     engine._cut(0)
-    best = int(choose(logits[0]))
-    return float(logits[0][best] - np.delete(logits[0], best).max())
+    return float(best - second)
 
 
 def same_text(

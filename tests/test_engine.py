@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 from conftest import CHAIN, HEADS, PLAIN, TREE, prompt_of, same_text
 
+import tiny
 from localspec.engine import DraftOptions, Engine
 from localspec.errors import LocalspecError
 from localspec.llama import Context
 from localspec.sampling import SamplingParams
 
-N_PROMPTS = 10
+N_PROMPTS = 7
 DRAFTS = {
     "chain-1": DraftOptions(tokens=1),
     "chain": CHAIN,
     "tree": TREE,
     "bush": DraftOptions(tokens=40, width=12),
     "full": DraftOptions(tokens=64, width=32),
+    "context": DraftOptions(tokens=15, width=3, context=True),
 }
 
 
@@ -41,8 +42,18 @@ def plain_answers(tiny_target) -> list[list[int]]:
 # ---- greedy
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", [*HEADS, "vanilla-b16", "plain", "dflash"])
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        *[(name, draft) for name in HEADS for draft in DRAFTS],
+        *[
+            (name, draft)
+            for name in ("vanilla-b16", "plain", "dflash")
+            for draft in ("tree", "full")
+        ],
+        (None, "context"),
+    ],
+)
 def test_greedy_text_is_the_plain_text(name, draft, plain_answers, load):
     engine = load(name)
     equal = 0
@@ -59,6 +70,24 @@ def test_greedy_text_is_the_plain_text(name, draft, plain_answers, load):
         assert 0 in accepted and max(accepted) >= min(3, DRAFTS[draft].tokens)
 
 
+@pytest.mark.parametrize("name", [None, "vanilla"])
+def test_branches_from_the_context_are_accepted_where_text_repeats(name, load):
+    prompt = [tiny.START_ID, *prompt_of(0, 60)]
+    engine = load(name)
+    plain = engine.complete(prompt, max_tokens=40, draft=PLAIN, stop_token_ids=[])
+    # The answer stands in the prompt already, so the same beginning promises the same end.
+    again = [*prompt, *plain.token_ids, *prompt]
+    options: dict[str, Any] = {"max_tokens": 40, "stop_token_ids": []}
+    without, with_branches = (
+        engine.complete(again, **options, draft=DraftOptions(tokens=7, context=context))
+        for context in (False, True)
+    )
+    same_text(engine, again, without.token_ids, with_branches.token_ids)
+    assert sum(r.drafted for r in with_branches.rounds) > 0
+    if name is None:
+        assert without.tau == 1
+
+
 def test_threads_batches_and_caches_do_not_change_the_text(plain_answers, load):
     for options in (
         {"n_threads": 2},
@@ -70,8 +99,8 @@ def test_threads_batches_and_caches_do_not_change_the_text(plain_answers, load):
     ):
         engine = load("gated", **options)
         for seed in range(2):
-            found = engine.complete(prompt_of(seed), max_tokens=48, draft=TREE)
-            same_text(engine, prompt_of(seed), plain_answers[seed], found.token_ids)
+            found = engine.complete(prompt_of(seed), max_tokens=12, draft=TREE)
+            same_text(engine, prompt_of(seed), plain_answers[seed][:12], found.token_ids)
 
 
 def test_another_target_architecture(tmp_path):

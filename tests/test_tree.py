@@ -33,6 +33,7 @@ class Case:
     mixer: tuple[np.ndarray, np.ndarray] | None
     logits: np.ndarray
     hidden: np.ndarray
+    sure: tuple[np.ndarray, np.ndarray]  # the confidence head
 
     @property
     def heads(self) -> Heads:
@@ -42,6 +43,7 @@ class Case:
             self.w1.__getitem__,
             self.w2.__getitem__,
             self.mixer and Linear(*self.mixer),
+            Linear(*self.sure),
         )
 
     @property
@@ -71,6 +73,7 @@ def make_case(kind: str, vocab: int, depth: int, rank: int, scale: float, seed: 
         (normal(outputs, inputs), normal(outputs)) if outputs else None,
         F(scale) * normal(depth, vocab),
         normal(depth, width),
+        (normal(1, width + rank), normal(1)),
     )
 
 
@@ -89,7 +92,7 @@ def sig(x):
     return 1 / (1 + np.exp(-x))
 
 
-def definition(case: Case, budget: int, children: int, frontier: int):
+def definition(case: Case, budget: int, children: int, frontier: int, confidence: float = 0):
     """PCTree as it is defined, in float64 and token by token.
 
     Returns ({path of tokens: score} of the best nodes, smallest difference that decided anything).
@@ -116,6 +119,8 @@ def definition(case: Case, budget: int, children: int, frontier: int):
             ranked = sorted(range(case.vocab), key=lambda v: -z[v])
             if children < case.vocab:
                 margin = min(margin, z[ranked[children - 1]] - z[ranked[children]])
+            weight, bias = case.sure
+            score += confidence * math.log(sig(weight[0] @ np.concatenate([h, u]) + bias[0]))
             grown += [((*path, v), score + z[v] - norm, after) for v in ranked[:children]]
         grown.sort(key=lambda node: -node[1])
         if frontier < len(grown):
@@ -154,6 +159,18 @@ def test_builder_equals_the_definition(case, budget, children, frontier):
     expected, margin = definition(case, budget, children, frontier)
     assume(margin > 1e-4)  # else rounding decides
     tree = build_tree(case.block, case.heads, budget=budget, children=children, frontier=frontier)
+    assert_is_a_tree(tree)
+    assert_same_nodes(tree, expected, 1e-4)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(cases, st.sampled_from([0.25, 1.0, 3.0]), st.integers(1, 20))
+def test_the_confidence_head_weighs_the_children_of_a_parent(case, weight, budget):
+    expected, margin = definition(case, budget, 3, 8, weight)
+    assume(margin > 1e-4)
+    tree = build_tree(
+        case.block, case.heads, budget=budget, children=3, frontier=8, confidence=weight
+    )
     assert_is_a_tree(tree)
     assert_same_nodes(tree, expected, 1e-4)
 
@@ -239,6 +256,7 @@ def test_a_shortlist_changes_scores_by_little(baked):
         None,
         logits,
         np.zeros((depth, 1), F),
+        (np.zeros((1, 1 + rank), F), np.zeros(1, F)),
     )
     block = case.baked(rng.integers(0, vocab, depth)) if baked else case.block
     options = {"budget": 31, "children": 4, "frontier": 16}
