@@ -187,11 +187,11 @@ class Pacing:
         self.wait -= 1
         return False
 
-    def observe(self, tokens: int, seconds: float, plain: float, probe: float) -> None:
-        """A drafted round committed some tokens.
+    def observe(self, tokens: float, seconds: float, plain: float, probe: float) -> None:
+        """A drafted round was chosen.
 
         Args:
-            tokens: committed.
+            tokens: tokens it is expected to commit (surer than what one round happens to).
             seconds: the round's expected time (from the curve, so that noise does not count).
             plain: a plain round's expected time.
             probe: what a drafted round costs more than a plain one when nothing is accepted.

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 from conftest import CHAIN, HEADS, PLAIN, TREE, prompt_of, same_text
 
+import tiny
 from localspec.engine import DraftOptions, Engine
 from localspec.errors import LocalspecError
 from localspec.llama import Context

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def stream_of(pieces: list[bytes], stop=()) -> tuple[list[str], TextStream]:
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
     marks = [0, *sorted(c for c in cuts if c <= len(data)), len(data)]
-    return [data[a:b] for a, b in zip(marks, marks[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(marks)]
 
 
 def up_to_stop(text: str, stops: list[str]) -> str:
