@@ -63,13 +63,13 @@ class CostCurve:
         return np.maximum(out, 1e-9) * self._factor
 
     def observe(self, size: int, depth: int, seconds: float) -> None:
-        """Learn from a real pass. One outlier moves an entry by a few percent at most."""
+        """Learn from a real pass. One outlier moves an entry by half a percent at most."""
         if not 1 <= size <= self.largest or seconds <= 0:
             return
         ratio = seconds / self.at(depth)[size - 1]
-        self._load *= np.clip(ratio / self._load, 0.8, 1.25) ** 0.2
+        self._load *= np.clip(ratio / self._load, 0.8, 1.25) ** 0.3
         own = np.clip(ratio / self._load, 0.8, 1.25)
-        self._factor[size - 1] = np.clip(self._factor[size - 1] * own**0.05, 0.25, 4.0)
+        self._factor[size - 1] = np.clip(self._factor[size - 1] * own**0.02, 0.25, 4.0)
 
 
 class Survival:
