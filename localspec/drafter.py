@@ -12,6 +12,12 @@ from localspec.tree import Block
 
 Floats = npt.NDArray[np.float32]
 
+# Published drafters lose acceptance far beyond the length they were trained with, and attending
+# to everything costs time that the drafter exists to save.
+DRAFTER_WINDOW = 4096
+# Feature rows that go into the KV cache in one pass.
+INJECT_ROWS = 256
+
 
 class Drafter:
     """A DSpark or DFlash drafter in llama.cpp.
@@ -23,11 +29,16 @@ class Drafter:
         context: non-causal, with hidden states where the heads need them.
         info: what the drafter is.
         heads: its heads.
+        window: most recent positions it keeps; older rows leave its KV cache. The context needs
+            `window + INJECT_ROWS + block_size` cells, or all of the target's.
     """
 
-    def __init__(self, context: Context, info: DrafterInfo, heads: Heads) -> None:
-        self.context, self.info, self.heads = context, info, heads
+    def __init__(
+        self, context: Context, info: DrafterInfo, heads: Heads, window: int = DRAFTER_WINDOW
+    ) -> None:
+        self.context, self.info, self.heads, self.window = context, info, heads, window
         self.n_absorbed = 0
+        self._first = 0  # the oldest position it still has
         self._waiting: list[Floats] = []
         self._n_waiting = 0
 
@@ -47,7 +58,7 @@ class Drafter:
         """
         self._waiting.append(features)
         self._n_waiting += len(features)
-        if self._n_waiting >= self.context.options.n_batch:
+        if self._n_waiting >= INJECT_ROWS:
             self._inject()
 
     def _inject(self) -> None:
@@ -55,10 +66,13 @@ class Drafter:
             return
         rows = self._waiting[0] if len(self._waiting) == 1 else np.concatenate(self._waiting)
         self._waiting, self._n_waiting = [], 0
-        size = self.context.options.n_batch
-        for at in range(0, len(rows), size):
-            chunk = rows[at : at + size]
+        for at in range(0, len(rows), INJECT_ROWS):
+            chunk = rows[at : at + INJECT_ROWS]
             start = self.n_absorbed
+            oldest = start + len(chunk) - self.window
+            if oldest > self._first:
+                self.context.seq_remove(0, 0, oldest)
+                self._first = oldest
             self.context.decode_features(chunk, np.arange(start, start + len(chunk)))
             self.n_absorbed += len(chunk)
 
@@ -91,10 +105,20 @@ class Drafter:
             baked = np.concatenate([[anchor], logits[:-1].argmax(axis=1)]).astype(np.int32)
         return Block(anchor, logits, hidden, baked)
 
+    def cut_point(self, n: int) -> int:
+        """How many of the first `n` positions it could go on from: `n`, fewer, or none.
+
+        Rows that left the window are gone. Going on with less than half a window would draft
+        badly for long, so then everything has to be evaluated again.
+        """
+        n = min(n, self.n_past)
+        return 0 if self._first > 0 and n - self._first < self.window // 2 else n
+
     def cut(self, n: int) -> None:
         """Forget everything from position `n` on."""
         if n < self.n_past:
             self._inject()
         # Also when nothing is to be forgotten: an interrupted pass may have left cells behind.
         self.n_absorbed = min(n, self.n_absorbed)
+        self._first = min(self._first, self.n_absorbed)
         self.context.seq_remove(0, self.n_absorbed)

@@ -5,187 +5,33 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec import pairs
+from localspec import pairs, tuning
 from localspec.accept import Acceptance, accept_match, accept_rejection
-from localspec.drafter import Drafter
+from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS, Drafter
+from localspec.drafting import MAX_LEAVES, MAX_NODES, MAX_ROLLBACK, Drafting, DraftOptions
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
 from localspec.heads import Heads
-from localspec.llama import Context, ContextOptions, Model, ModelOptions
-from localspec.sampled import sample_tree
+from localspec.llama import Context, ContextOptions, Model, ModelOptions, default_threads
+from localspec.policy import AutoPolicy, CostCurve
 from localspec.sampling import Sampler, SamplingParams
-from localspec.suffix import SuffixIndex
+from localspec.steps import Prefill, Result, Round, Seconds, Step
 from localspec.target import Target
 from localspec.text import TextStream
-from localspec.tree import DraftTree, build_tree, merge_branch
+from localspec.tree import DraftTree
 
-MAX_NODES = 64
-MAX_LEAVES = 32
-# Recurrent states can forget this many tokens; every one costs a copy of the state.
-MAX_ROLLBACK = 16
-# Shorter repeats than this are chance.
-MIN_MATCH = 2
+__all__ = ["DraftOptions", "Engine", "Prefill", "Result", "Round", "Seconds", "Step"]
+
+# Contexts shorter than this are not worth measuring in.
+MIN_TUNED_CTX = 128
 
 logger = logging.getLogger("localspec")
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """How much to draft.
-
-    Attributes:
-        policy: "fixed": every round verifies `tokens` nodes.
-        tokens: N, nodes given to the target; 0 is plain decoding.
-        width: children per node; 1 is a chain.
-        frontier: nodes per level that get children (trees only).
-        context: also draft what followed the last time the text went like this; works without
-            a drafter too.
-
-    Raises:
-        LocalspecError: a value is out of range.
-    """
-
-    policy: str = "fixed"
-    tokens: int = 7
-    width: int = 1
-    frontier: int = 12
-    context: bool = False
-
-    def __post_init__(self) -> None:
-        if self.policy != "fixed":
-            raise LocalspecError(f"draft policy {self.policy!r} is unknown; use 'fixed'")
-        if not 0 <= self.tokens <= MAX_NODES:
-            raise LocalspecError(f"draft tokens must be 0..{MAX_NODES}, not {self.tokens}")
-        if not 1 <= self.width <= MAX_LEAVES:
-            raise LocalspecError(f"draft width must be 1..{MAX_LEAVES}, not {self.width}")
-        if self.frontier < 1:
-            raise LocalspecError(f"draft frontier must be at least 1, not {self.frontier}")
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Where a round's time went.
-
-    Attributes:
-        draft: the drafter's passes in llama.cpp.
-        verify: the target's pass in llama.cpp.
-        host: everything else (heads, tree, acceptance, text).
-    """
-
-    draft: float
-    verify: float
-    host: float
-
-    @property
-    def total(self) -> float:
-        """The whole round."""
-        return self.draft + self.verify + self.host
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round.
-
-    Attributes:
-        drafted: nodes the drafter's tree had.
-        verified: nodes given to the target.
-        accepted: nodes the target agreed with and that were kept.
-        seconds: where the time went.
-    """
-
-    drafted: int
-    verified: int
-    accepted: int
-    seconds: Seconds
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """What happened to the prompt.
-
-    Attributes:
-        tokens: its length.
-        processed: tokens that had to be evaluated; the others were in the KV cache already.
-        seconds: how long that took.
-    """
-
-    tokens: int
-    processed: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one round committed.
-
-    Attributes:
-        text: new text (may be empty while a character or a stop string is incomplete).
-        token_ids: new tokens, an end token included.
-        round: the round behind it; None for the first token, which comes from the prefill.
-        prefill: the prefill, with the first step only.
-        finish_reason: "stop" or "length" with the last step; None before.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    round: Round | None = None
-    prefill: Prefill | None = None
-    finish_reason: str | None = None
-
-
-@dataclass
-class Result:
-    """A whole answer.
-
-    Attributes:
-        text: the text.
-        token_ids: the tokens, an end token included.
-        rounds: every round.
-        prompt_tokens: length of the prompt.
-        processed_tokens: prompt tokens that were evaluated (not found in the KV cache).
-        prefill_seconds: time to the first token.
-        finish_reason: "stop" (end token or stop string) or "length".
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    prompt_tokens: int = 0
-    processed_tokens: int = 0
-    prefill_seconds: float = 0.0
-    finish_reason: str = "length"
-
-    def add(self, step: Step) -> None:
-        """Take in the next step."""
-        self.text += step.text
-        self.token_ids.extend(step.token_ids)
-        if step.round is not None:
-            self.rounds.append(step.round)
-        if step.prefill is not None:
-            self.prompt_tokens = step.prefill.tokens
-            self.processed_tokens = step.prefill.processed
-            self.prefill_seconds = step.prefill.seconds
-        if step.finish_reason is not None:
-            self.finish_reason = step.finish_reason
-
-    @property
-    def tau(self) -> float:
-        """Accepted length: tokens committed per round, the bonus token included."""
-        n = len(self.rounds)
-        return (len(self.token_ids) - 1) / n if n else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Decoding speed: tokens of all rounds over their time, the prefill left out."""
-        seconds = sum(r.seconds.total for r in self.rounds)
-        return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
 
 
 class Engine:
@@ -202,6 +48,10 @@ class Engine:
         # For debugging: called with every verified tree and the accepted nodes.
         self.on_verified: Callable[[DraftTree, tuple[int, ...]], None] | None = None
         self._owned: list[Context | Model | GgufFile] = []
+        self._auto: AutoPolicy | None = None
+        # What the measured times depend on.
+        self._files: list[Path] = []
+        self._settings: list[object] = []
 
     @classmethod
     def load(
@@ -215,6 +65,7 @@ class Engine:
         n_gpu_layers: int = -1,
         flash_attn: bool | None = None,
         kv_type: str = "f16",
+        drafter_window: int = DRAFTER_WINDOW,
         use_mmap: bool = True,
         use_mlock: bool = False,
         progress: Callable[[float], bool | None] | None = None,
@@ -228,8 +79,10 @@ class Engine:
             n_batch: tokens per prefill pass.
             n_threads: CPU threads; 0 means one per physical core.
             n_gpu_layers: layers on the GPU; -1 means all.
-            flash_attn: True, False, or None for llama.cpp's choice.
+            flash_attn: True, False, or None: llama.cpp's choice on a GPU, off on a CPU.
             kv_type: element type of the target's KV cache, e.g. "f16" or "q8_0".
+            drafter_window: most recent positions whose features the drafter keeps; its memory
+                and time stop growing with the context.
             use_mmap: map the files instead of reading them.
             use_mlock: keep the models in memory.
             progress: called with 0..1 while loading; returning False stops it.
@@ -240,6 +93,8 @@ class Engine:
         owned: list[Context | Model | GgufFile] = []
         try:
             info = None
+            if drafter_window < 1:
+                raise LocalspecError(f"drafter_window must be at least 1, not {drafter_window}")
             with GgufFile(target) as header:
                 pairs.check_target(header)
                 if drafter is not None:
@@ -276,8 +131,8 @@ class Engine:
                 drafter_context = Context(
                     drafter_model,
                     ContextOptions(
-                        n_ctx=n_ctx + info.block_size,
-                        n_batch=max(256, info.block_size),
+                        n_ctx=min(n_ctx, drafter_window + INJECT_ROWS) + info.block_size,
+                        n_batch=max(INJECT_ROWS, info.block_size),
                         n_outputs=info.block_size,
                         n_threads=n_threads,
                         flash_attn=flash_attn,
@@ -287,7 +142,7 @@ class Engine:
                     other=context,
                 )
                 owned.append(drafter_context)
-                the_drafter = Drafter(drafter_context, info, heads)
+                the_drafter = Drafter(drafter_context, info, heads, drafter_window)
             if model.recurrent and context.rollback == 0:
                 logger.warning(
                     "%s is recurrent and llama.cpp cannot roll its state back: decoding plainly",
@@ -295,6 +150,10 @@ class Engine:
                 )
             engine = cls(model, Target(context), the_drafter, n_ctx)
             engine._owned = owned
+            engine._files = [Path(f) for f in (target, drafter) if f is not None]
+            engine._settings = [
+                n_threads or default_threads(), n_gpu_layers, flash_attn, kv_type, use_mmap
+            ]  # fmt: skip
             return engine
         except BaseException:
             _close_all(owned)
@@ -367,7 +226,8 @@ class Engine:
             prompt: text (special tokens are parsed) or token ids.
             params: sampling; greedy when left out.
             max_tokens: most tokens to generate; until an end token or a full context when None.
-            draft: how much to draft; the default when left out, nothing without a drafter.
+            draft: how much to draft; when left out, the policy decides (`DraftOptions.auto()`;
+                the first use on a machine measures it, which takes up to 3 seconds).
             stop: strings that end the text, also across token boundaries; not part of it.
             stop_token_ids: tokens that end it; the target's end tokens when left out.
 
@@ -384,10 +244,59 @@ class Engine:
             tokens,
             Sampler(params or SamplingParams(), tokens),
             max_tokens,
-            draft or DraftOptions(),
+            draft or DraftOptions.auto(),
             TextStream(self.model.piece, stop),
             self.model.is_end if stop_token_ids is None else set(stop_token_ids).__contains__,
         )
+
+    @property
+    def max_nodes(self) -> int:
+        """The largest tree this engine can verify."""
+        return MAX_NODES
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the costs of this machine are known, so that nothing needs to be measured."""
+        return self._auto is not None or tuning.load(self._tuning_file()) is not None
+
+    def tune(
+        self, *, force: bool = False, progress: Callable[[float], None] | None = None
+    ) -> tuning.Tuning:
+        """Measure this machine for the auto policy, or read what was measured before.
+
+        Takes up to 3 seconds the first time; the result is cached in the user's cache directory.
+        Afterwards the KV cache is empty if anything was measured.
+
+        Args:
+            force: measure again.
+            progress: called with 0..1 while measuring.
+        """
+        self._check_open()
+        path = self._tuning_file()
+        found = None if force else tuning.load(path)
+        if found is None:
+            with self._restoring():
+                found = tuning.measure(self, progress=progress)
+            tuning.save(path, found)
+        curve = CostCurve(found.sizes, found.depths, np.array(found.seconds))
+        self._auto = AutoPolicy(
+            curve,
+            block_seconds=found.block_seconds,
+            host_seconds=found.host_seconds,
+            depths=self._drafter.info.max_depth if self._drafter is not None else 0,
+        )
+        return found
+
+    def _tuning_file(self) -> Path:
+        return tuning.cache_file(self, self._files, self._settings)
+
+    def _policy(self, draft: DraftOptions) -> AutoPolicy | None:
+        """The policy, when it is asked for and there is anything to decide."""
+        if draft.policy != "auto" or draft.tokens == 0 or self.n_ctx < MIN_TUNED_CTX:
+            return None
+        if self._auto is None:
+            self.tune()
+        return self._auto
 
     def _checked_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         self._check_open()
@@ -417,21 +326,23 @@ class Engine:
             raise LocalspecError("this engine is generating already; finish or close that first")
         self._running = True
         try:
+            auto = self._policy(draft)
+            if draft.policy == "auto" and auto is None:
+                draft = DraftOptions(tokens=0)
             prefill = self._prefill(prompt)
             room = self.n_ctx - len(prompt)
             left = room if max_tokens is None else min(max_tokens, room)
             anchor = sampler.choose(self._target.logits()[0])
-            index = SuffixIndex(prompt) if draft.context and draft.tokens else None
+            drafting = Drafting(self._target, self._drafter, draft, sampler, prompt, auto)
             step = self._step([anchor], left, stream, is_end, prefill=prefill)
             while True:
                 sampler.commit(step.token_ids)
-                if index is not None:
-                    index.extend(step.token_ids)
+                drafting.commit(step.token_ids)
                 left -= len(step.token_ids)
                 yield step
                 if step.finish_reason is not None:
                     return
-                committed, the_round = self._round(anchor, sampler, draft, left, index)
+                committed, the_round = self._round(anchor, sampler, drafting, left)
                 anchor = committed[-1]
                 step = self._step(committed, left, stream, is_end, the_round)
         finally:
@@ -459,15 +370,16 @@ class Engine:
         self,
         anchor: int,
         sampler: Sampler,
-        draft: DraftOptions,
+        drafting: Drafting,
         left: int,
-        index: SuffixIndex | None,
     ) -> tuple[list[int], Round]:
         """One round; the tokens it commits (accepted ones and the bonus)."""
         clock = time.perf_counter
         started = clock()
         with self._restoring():
-            tree, draft_seconds = self._draft(anchor, sampler, draft, left, index)
+            room = self.n_ctx - self._target.n_past - 1
+            draft = drafting.draft(anchor, room=room, left=left)
+            tree = draft.tree
             at = clock()
             logits = self._target.verify(anchor, tree)
             verify_seconds = clock() - at
@@ -479,54 +391,11 @@ class Engine:
                 self._drafter.absorb(self._target.features([0, *(i + 1 for i in outcome.path)]))
             accepted = [int(tree.token[i]) for i in outcome.path]
             self._cached.extend([anchor, *accepted])
-        host = clock() - started - draft_seconds - verify_seconds
-        seconds = Seconds(draft_seconds, verify_seconds, host)
-        return [*accepted, outcome.bonus], Round(len(tree), len(tree), len(accepted), seconds)
-
-    def _draft(
-        self,
-        anchor: int,
-        sampler: Sampler,
-        draft: DraftOptions,
-        left: int,
-        index: SuffixIndex | None,
-    ) -> tuple[DraftTree, float]:
-        """The tree of one round, and the seconds the drafter spent in llama.cpp."""
-        # A tree must fit the cells that are left, and nodes beyond `left` tokens are wasted.
-        nodes = min(draft.tokens, self.n_ctx - self._target.n_past - 1)
-        width = draft.width
-        if self.model.recurrent:
-            nodes, width = min(nodes, self._target.context.rollback), 1
-        depth = min(nodes, left - 1)
-        if depth <= 0:
-            return DraftTree.empty(), 0.0
-        branch, odds = _branch(index, depth)
-        block, seconds, heads = None, 0.0, Heads("none")
-        if self._drafter is not None and not (self.model.recurrent and branch):
-            started = time.perf_counter()
-            block = self._drafter.propose(anchor, depth)
-            seconds = time.perf_counter() - started
-            heads = self._drafter.heads
-        if sampler.params.rejects:
-            tree = sample_tree(
-                block,
-                heads,
-                rng=sampler.draft_rng,
-                draft_distribution=sampler.draft_distribution,
-                budget=nodes,
-                width=width,
-                most_leaves=self._target.max_leaves,
-                branch=branch,
-                branch_odds=odds,
-            )
-            return tree, seconds
-        tree = DraftTree.empty()
-        if block is not None:
-            frontier = 1 if width == 1 else draft.frontier
-            tree = build_tree(block, heads, budget=nodes, children=width, frontier=frontier)
-        if branch:
-            tree = merge_branch(tree, branch, np.cumsum(np.log(odds)).tolist()).best(nodes)
-        return tree.prune_leaves(self._target.max_leaves), seconds
+        committed = [*accepted, outcome.bonus]
+        drafting.learn(draft, committed, verify_seconds)
+        host = clock() - started - draft.seconds - verify_seconds
+        seconds = Seconds(draft.seconds, verify_seconds, host)
+        return committed, Round(draft.drafted, len(tree), len(accepted), seconds)
 
     def _step(
         self,
@@ -563,7 +432,7 @@ class Engine:
     def _cut(self, n: int) -> None:
         """Keep the first `n` tokens in every cache (fewer when a cache holds or keeps less)."""
         if self._drafter is not None:
-            n = min(n, self._drafter.n_past)
+            n = self._drafter.cut_point(n)
         n = self._target.cut(n)
         if self._drafter is not None:
             self._drafter.cut(n)
@@ -610,18 +479,6 @@ def _accept(tree: DraftTree, logits: npt.NDArray[np.float32], sampler: Sampler) 
             tree, lambda row, path: sampler.distribution(logits[row], path), sampler.accept_rng
         )
     return accept_match(tree, lambda row, path: sampler.choose(logits[row], path))
-
-
-def _branch(index: SuffixIndex | None, depth: int) -> tuple[list[int], list[float]]:
-    """A chain from the context and, per token, the odds that it is right given the ones before."""
-    if index is None:
-        return [], []
-    match = index.match(depth)
-    if match.length < MIN_MATCH:
-        return [], []
-    # The longer the match, the surer; every token that comes true makes it longer.
-    lengths = match.length + np.arange(len(match.tokens))
-    return match.tokens, (lengths / (lengths + 1.5)).tolist()
 
 
 def _close_all(owned: list[Context | Model | GgufFile]) -> None:

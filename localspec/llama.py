@@ -250,6 +250,11 @@ class Model:
         self._api.llama_model_desc(self.handle, buf, len(buf))
         return buf.value.decode("utf-8", "replace")
 
+    def system_info(self) -> str:
+        """Build and devices of llama.cpp, as it describes them."""
+        info = self._api.llama_print_system_info()
+        return f"{self._lib.version} {info.decode('utf-8', 'replace')}"
+
     @property
     def chat_template(self) -> str | None:
         """The jinja template in the file; None when it has none."""
@@ -329,7 +334,8 @@ class ContextOptions:
         rollback: tokens a recurrent model should be able to forget again; what it really can is
             `Context.rollback`.
         n_threads: CPU threads; 0 means one per physical core.
-        flash_attn: True, False, or None for llama.cpp's choice.
+        flash_attn: True, False, or None: llama.cpp's choice on a GPU; off on a CPU, where its
+            kernel takes the rows of a pass one by one (up to twice as slow for 8 or more).
         kv_type: element type of the KV cache, a key of `KV_TYPES`.
         causal: False for drafters, whose blocks see themselves whole.
         hidden_states: also hand out final hidden states (`Context.hidden`).
@@ -374,7 +380,11 @@ class Context:
         params.n_seq_max = options.n_seq_max
         params.n_rs_seq = options.rollback
         params.n_threads = params.n_threads_batch = options.n_threads or default_threads()
-        params.flash_attn_type = {None: -1, False: 0, True: 1}[options.flash_attn]
+        flash = options.flash_attn
+        if flash is None and not self._api.llama_supports_gpu_offload():
+            # A quantised V cache exists only with flash attention.
+            flash = options.kv_type not in ("f32", "f16", "bf16")
+        params.flash_attn_type = {None: -1, False: 0, True: 1}[flash]
         params.type_k = params.type_v = KV_TYPES[options.kv_type]
         params.embeddings = options.hidden_states
         params.kv_unified = True  # tree paths share the prefix's cells

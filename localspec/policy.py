@@ -63,13 +63,13 @@ class CostCurve:
         return np.maximum(out, 1e-9) * self._factor
 
     def observe(self, size: int, depth: int, seconds: float) -> None:
-        """Learn from a real pass. One outlier moves an entry by a few percent at most."""
+        """Learn from a real pass. One outlier moves an entry by half a percent at most."""
         if not 1 <= size <= self.largest or seconds <= 0:
             return
         ratio = seconds / self.at(depth)[size - 1]
-        self._load *= np.clip(ratio / self._load, 0.8, 1.25) ** 0.2
+        self._load *= np.clip(ratio / self._load, 0.8, 1.25) ** 0.3
         own = np.clip(ratio / self._load, 0.8, 1.25)
-        self._factor[size - 1] = np.clip(self._factor[size - 1] * own**0.05, 0.25, 4.0)
+        self._factor[size - 1] = np.clip(self._factor[size - 1] * own**0.02, 0.25, 4.0)
 
 
 class Survival:
@@ -187,11 +187,11 @@ class Pacing:
         self.wait -= 1
         return False
 
-    def observe(self, tokens: int, seconds: float, plain: float, probe: float) -> None:
-        """A drafted round committed some tokens.
+    def observe(self, tokens: float, seconds: float, plain: float, probe: float) -> None:
+        """A drafted round was chosen.
 
         Args:
-            tokens: committed.
+            tokens: tokens it is expected to commit (surer than what one round happens to).
             seconds: the round's expected time (from the curve, so that noise does not count).
             plain: a plain round's expected time.
             probe: what a drafted round costs more than a plain one when nothing is accepted.

@@ -24,6 +24,8 @@ Probs = npt.NDArray[np.float64]
 # less often each further sibling is.
 _ACCEPTED = 0.6
 _SIBLING = 0.4
+# Branch nodes less likely than this do not deserve a reserved place.
+_BRANCH_FLOOR = 0.2
 
 
 def sample_tree(
@@ -96,7 +98,10 @@ def sample_tree(
             odds = np.full(len(nodes), _ACCEPTED)
             if heads.has_confidence and hidden is not None:
                 odds = heads.confidence(tokens, hidden).astype(np.float64)
-            share = _share(left - has_branch, levels - d)
+            kept = 0
+            if has_branch:
+                kept = min(left, _worthwhile(alive[on_branch], branch_odds[d:]))
+            share = _share(left - kept, levels - d)
             counts = _allocate(
                 alive * odds, share, width, leaves_left, on_branch if has_branch else -1
             )
@@ -135,6 +140,12 @@ def sample_tree(
         np.log(np.maximum(np.array(survival), 1e-30)).astype(np.float32),
         proposals,
     )
+
+
+def _worthwhile(alive: float, odds: Sequence[float]) -> int:
+    """Nodes to reserve for a branch: known from the context alone, so nothing is peeked at."""
+    chances = alive * np.cumprod(odds)
+    return max(1, int((chances >= _BRANCH_FLOOR).sum()))
 
 
 def _share(left: int, levels: int) -> int:

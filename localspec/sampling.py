@@ -155,12 +155,7 @@ def _truncate(z: Floats, params: SamplingParams) -> tuple[npt.NDArray[np.intp] |
         kept = kept[np.argsort(-z[kept], kind="stable")[: params.top_k]]
         z = z[kept]
     if params.top_p < 1:
-        order = np.argsort(-z, kind="stable")
-        weights = np.exp(z[order].astype(np.float64) - float(z.max()))
-        before = np.cumsum(weights) - weights
-        # A token stays while the tokens before it have not reached top_p; the first always stays.
-        n = max(1, int((before < params.top_p * weights.sum()).sum()))
-        order = order[:n]
+        order = _top_p(z, params.top_p)
         kept = order if isinstance(kept, slice) else kept[order]
         z = z[order]
     if params.min_p > 0:
@@ -168,6 +163,25 @@ def _truncate(z: Floats, params: SamplingParams) -> tuple[npt.NDArray[np.intp] |
         kept = keep if isinstance(kept, slice) else kept[keep]
         z = z[keep]
     return kept, z
+
+
+def _top_p(z: Floats, top_p: float) -> npt.NDArray[np.intp]:
+    """The likeliest tokens that together reach `top_p`, in falling order; at least one.
+
+    A token stays while the tokens before it have not reached top_p. Sorting only a shortlist that
+    already reaches it gives the same as sorting all.
+    """
+    peak = float(z.max())
+    goal = top_p * float(np.exp(z - np.float32(peak)).sum(dtype=np.float64))
+    size = 256
+    while True:
+        few = shortlist(z, size)
+        order = few[np.argsort(-z[few], kind="stable")]
+        weights = np.exp(z[order].astype(np.float64) - peak)
+        reached = np.cumsum(weights)
+        if reached[-1] >= goal or len(few) == len(z):
+            return order[: max(1, int((reached - weights < goal).sum()))]
+        size *= 16
 
 
 def draw(probabilities: npt.NDArray[np.float64], u: float) -> int:

@@ -1,4 +1,4 @@
-"""Branches from the context: what followed the last time the text went like this.
+"""Branches from the context: what followed an earlier time the text went like this.
 
 A suffix automaton over the tokens so far, built online. Its states are sets of substrings with
 the same end positions; the suffix link of the state of the whole text is the longest suffix that
@@ -17,7 +17,7 @@ class Match:
 
     Attributes:
         length: tokens that match.
-        tokens: what followed the match the last time.
+        tokens: what followed the match an earlier time.
     """
 
     length: int
@@ -74,8 +74,8 @@ class SuffixIndex:
                 self._link[known] = self._link[state] = clone
         self._last = state
         suffix = self._link[state]
-        # The earlier occurrence is the newest one this state has seen as the longest repeat;
-        # from now on that is the one that ends here.
+        # The earlier occurrence is the newest one this state has seen as the longest repeat (not
+        # always the newest of all); from now on that is the one that ends here.
         self._match_length, self._match_end = self._length[suffix], self._end[suffix]
         self._end[suffix] = n
 

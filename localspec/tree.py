@@ -56,7 +56,7 @@ class Proposal:
         fixed: the first so many children were given, not drawn (point masses).
         ids: [C] tokens that could be drawn for the others.
         probs: [C] float64 their probabilities q, summing to 1; the children were drawn from them
-            one after another without replacement.
+            one after another without replacement. Of no meaning when nothing was drawn.
     """
 
     fixed: int

@@ -15,6 +15,7 @@ _COMMANDS = {
     "convert": "localspec.cli.convert:convert",
     "generate": "localspec.cli.generate:generate",
     "inspect": "localspec.cli.inspect:inspect",
+    "tune": "localspec.cli.tune:tune",
 }
 
 

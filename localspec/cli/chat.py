@@ -14,6 +14,7 @@ from localspec.cli.options import (
     drafting,
     loaded_engine,
     model_options,
+    prepare,
     sampling_options,
     sampling_params,
 )
@@ -51,6 +52,7 @@ def chat(system: str | None, max_tokens: int | None, **options: Any) -> None:
     params, draft = sampling_params(options), drafting(options)
     console = Console(highlight=False)
     with loaded_engine(options) as engine:
+        prepare(engine, draft)
         talk = Chat(engine, system=system, params=params, draft=draft)
         if sys.stdin.isatty():
             name = engine.model.meta("general.name") or engine.model.path.stem

@@ -14,6 +14,7 @@ from localspec.cli.options import (
     drafting,
     loaded_engine,
     model_options,
+    prepare,
     sampling_options,
     sampling_params,
 )
@@ -58,6 +59,7 @@ def generate(
         prompt = sys.stdin.read()
     params, draft = sampling_params(options), drafting(options)
     with loaded_engine(options) as engine:
+        prepare(engine, draft)
         if show_trees:
             _print_trees(engine)
         text = prompt if raw else _templated(engine, prompt, system)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from localspec.engine import DraftOptions, Engine
+    from localspec.drafting import DraftOptions
+    from localspec.engine import Engine
     from localspec.sampling import SamplingParams
+    from localspec.tuning import Tuning
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,12 +67,15 @@ sampling_options = _stack(
 )  # fmt: skip
 
 draft_options = _stack(
-    click.option("--draft-tokens", default=7, show_default=True, metavar="N",
-                 help="Tokens drafted per round; 0 decodes plainly."),
-    click.option("--tree-width", default=1, show_default=True, metavar="K",
-                 help="Children per drafted token; 1 drafts a chain."),
+    click.option("--policy", type=click.Choice(["auto", "fixed"]),
+                 help="auto: what pays on this machine (default); fixed: what the next two say."),
+    click.option("--draft-tokens", type=int, metavar="N",
+                 help="Tokens drafted per round (fixed policy; 7)."),
+    click.option("--tree-width", type=int, metavar="K",
+                 help="Children per drafted token (fixed policy; 1, a chain)."),
     click.option("--context-drafts/--no-context-drafts", default=True, show_default=True,
                  help="Also draft from repeats in the text so far."),
+    click.option("--no-speculation", is_flag=True, help="Decode plainly."),
 )  # fmt: skip
 
 
@@ -99,13 +104,39 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 def drafting(options: dict[str, Any]) -> DraftOptions:
     """`DraftOptions` from the options of `draft_options` (which are taken out)."""
-    from localspec.engine import DraftOptions
+    from localspec.drafting import DraftOptions
 
+    policy, tokens = options.pop("policy"), options.pop("draft_tokens")
+    width, context = options.pop("tree_width"), options.pop("context_drafts")
+    if options.pop("no_speculation"):
+        return DraftOptions(tokens=0)
+    if policy is None:
+        policy = "auto" if tokens is None and width is None else "fixed"
+    default = DraftOptions.auto() if policy == "auto" else DraftOptions()
     return DraftOptions(
-        tokens=options.pop("draft_tokens"),
-        width=options.pop("tree_width"),
-        context=options.pop("context_drafts"),
+        policy=policy,
+        tokens=default.tokens if tokens is None else tokens,
+        width=default.width if width is None else width,
+        context=context,
     )
+
+
+def prepare(engine: Engine, draft: DraftOptions) -> None:
+    """Measure this machine if the policy needs it and nobody has, with a progress bar."""
+    if draft.policy != "auto" or draft.tokens == 0 or engine.tuned:
+        return
+    measure(engine)
+
+
+def measure(engine: Engine) -> Tuning:
+    """Measure this machine, with a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn("measuring this machine (once)"), BarColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        return engine.tune(force=True, progress=lambda f: bar.update(task, completed=f))
 
 
 @contextmanager

@@ -1,0 +1,233 @@
+"""The policy on numbers made up for the purpose: costs, odds, choices, pauses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import PLAIN, prompt_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localspec import tuning
+from localspec.engine import DraftOptions, Engine
+from localspec.policy import (
+    SIZES,
+    AutoPolicy,
+    ContextOdds,
+    CostCurve,
+    Pacing,
+    Survival,
+    best_size,
+)
+from localspec.tree import DraftTree, merge_branch
+
+
+def curve(ms: dict[int, float]) -> CostCurve:
+    return CostCurve(list(ms), [0], np.array([list(ms.values())]) / 1e3)
+
+
+def test_measured_sizes_are_returned_as_measured_and_kernel_steps_stay_steps():
+    c = curve({1: 10.0, 8: 40.0, 9: 22.0, 16: 22.0, 17: 30.0})
+    at = c.at(0)
+    assert at[[0, 7, 8, 15, 16]] * 1e3 == pytest.approx([10, 40, 22, 22, 30])
+    assert at[11] * 1e3 == pytest.approx(22)  # 9..16 cost the same
+
+
+def test_depth_is_interpolated_and_extrapolated():
+    c = CostCurve([1, 2], [0, 100], np.array([[1.0, 2.0], [2.0, 4.0]]))
+    assert c.at(50)[0] == pytest.approx(1.5)
+    assert c.at(200)[1] == pytest.approx(6.0)
+
+
+def test_a_busy_machine_changes_no_ratio_and_one_outlier_next_to_nothing():
+    c = curve({1: 10.0, 2: 15.0, 4: 20.0, 8: 30.0})
+    before = c.at(0).copy()
+    for _ in range(200):
+        for n in (1, 2, 4, 8):
+            c.observe(n, 0, 3 * before[n - 1])
+    after = c.at(0)
+    assert after / after[0] == pytest.approx(before / before[0], rel=0.02)
+    c = curve({1: 10.0, 2: 15.0, 4: 20.0, 8: 30.0})
+    c.observe(4, 0, 5.0)  # 250 times too slow
+    assert c.at(0) == pytest.approx(before, rel=0.03)
+
+
+def test_a_size_that_costs_something_else_is_learned():
+    c = curve({1: 10.0, 2: 15.0, 4: 20.0, 8: 30.0})
+    for _ in range(300):
+        c.observe(1, 0, 0.010)
+        c.observe(4, 0, 0.040)
+    assert c.at(0)[3] / c.at(0)[0] == pytest.approx(4.0, rel=0.1)
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), max_size=12),
+    st.lists(st.floats(0.1, 10.0), min_size=1, max_size=13),
+    st.floats(0.0, 5.0),
+)
+def test_best_size_is_the_best_of_all(survival: list[float], cost: list[float], fixed: float):
+    a = np.sort(np.array(survival))[::-1]
+    t = np.array(cost)
+    n, rate = best_size(a, t, fixed)
+    every = [(1 + a[:k].sum()) / (fixed + t[k]) for k in range(min(len(a), len(t) - 1) + 1)]
+    assert rate == pytest.approx(max(every))
+    assert every[n] == pytest.approx(max(every))
+
+
+def test_flat_costs_are_used_up_and_steep_ones_left_alone():
+    """On tensor cores 9..16 tokens cost the same; on this kind of CPU the second costs 0.7."""
+    a = np.full(40, 0.2)
+    flat = np.concatenate([np.linspace(1, 2, 8), np.full(8, 1.5), np.full(16, 1.7)])
+    assert best_size(a, flat, 0.1)[0] in (15, 31)
+    assert best_size(a, 1 + 0.7 * np.arange(40), 0.0)[0] == 0
+
+
+def test_survival_learns_that_a_drafter_is_wrong_within_tens_of_tokens():
+    s = Survival(3)
+    log_p = np.log(np.array([[0.9]], np.float32))
+    assert np.exp(s.log_odds(0, log_p)) == pytest.approx(0.9, abs=1e-3)
+    for _ in range(40):
+        s.observe(0, float(np.exp(s.log_odds(0, log_p)[0, 0])), False)
+    assert np.exp(s.log_odds(0, log_p)) < 0.35
+    assert np.exp(s.log_odds(1, log_p)) == pytest.approx(0.9, abs=1e-3)
+
+
+@given(st.lists(st.floats(-20, -1e-4), min_size=2, max_size=8), st.floats(-4, 4))
+def test_survival_keeps_the_order_and_never_exceeds_one(log_p: list[float], offset: float):
+    ordered = np.sort(np.array([log_p], np.float32))[:, ::-1]
+    odds = Survival(1, offsets=[offset]).log_odds(0, ordered)
+    assert (odds <= 0).all()
+    assert (np.diff(odds) <= 1e-6).all()
+
+
+def test_context_odds_rise_with_the_match_and_follow_the_text():
+    c = ContextOdds()
+    odds = c.odds(2, 20)
+    assert odds == sorted(odds)
+    for _ in range(50):
+        c.observe(5, False)
+    assert c.odds(5, 1)[0] < 0.2 < c.odds(20, 1)[0]
+
+
+def test_probing_a_useless_drafter_stays_below_one_percent():
+    pacing, spent, total = Pacing(), 0.0, 0.0
+    plain, probe = 1.0, 1.6
+    for i in range(20_000):
+        if pacing.ask():
+            pacing.observe(1.02, plain + probe, plain, probe)
+            spent, total = spent + (probe if i else 0.0), total + plain + probe
+        else:
+            total += plain
+    assert spent / total < 0.01
+
+
+def test_a_drafter_that_pays_is_asked_every_round_and_comes_back_after_a_pause():
+    pacing = Pacing()
+    for _ in range(100):
+        assert pacing.ask()
+        pacing.observe(3.0, 2.0, 1.0, 0.1)
+    for _ in range(60):
+        if pacing.ask():
+            pacing.observe(1.0, 2.0, 1.0, 0.1)
+    assert not pacing.pays
+    asked = 0
+    for _ in range(400):
+        if pacing.ask():
+            asked += 1
+            pacing.observe(4.0, 2.0, 1.0, 0.1)
+    assert asked > 200
+
+
+def test_auto_takes_a_sure_branch_and_leaves_an_unlikely_one():
+    auto = AutoPolicy(
+        curve({1: 10.0, 2: 15.0, 4: 20.0, 8: 30.0}), block_seconds=0.0, host_seconds=0.0, depths=0
+    )
+    chain = merge_branch(DraftTree.empty(), [1, 2, 3], np.log([0.99, 0.98, 0.97]).tolist())
+    assert len(auto.choose(chain, 10, drafted=False)) == 3
+    unlikely = merge_branch(DraftTree.empty(), [1, 2, 3], np.log([0.1, 0.05, 0.01]).tolist())
+    assert len(auto.choose(unlikely, 10, drafted=False)) == 0
+
+
+def test_auto_learns_from_siblings_along_the_committed_path():
+    auto = AutoPolicy(curve({1: 1.0, 2: 2.0}), block_seconds=0.1, host_seconds=0.0, depths=2)
+    tree = merge_branch(DraftTree.empty(), [1, 2], np.log([0.5, 0.25]).tolist())
+    auto.learn_draft(tree, [1, 9])
+    assert auto.survival.offsets[0] > 0  # right at depth 1
+    assert auto.survival.offsets[1] < 0  # wrong at depth 2
+    auto.learn_draft(tree, [7, 2])
+    assert auto.survival.offsets[1] > -0.15  # never reached: nothing learned
+
+
+def test_tuning_is_measured_once_and_cached(load: Callable[..., Engine], tmp_path: Path):
+    engine = load("vanilla")
+    path = tmp_path / "t.json"
+    found = tuning.measure(engine)
+    assert found.sizes == [n for n in SIZES if n <= 65]
+    assert all(s > 0 for row in found.seconds for s in row)
+    assert found.block_seconds > 0
+    assert engine.cached_tokens == ()
+    tuning.save(path, found)
+    assert tuning.load(path) == found
+    path.write_text(json.dumps({"sizes": [1]}))
+    assert tuning.load(path) is None
+    path.write_text("no json")
+    assert tuning.load(path) is None
+
+
+def test_a_tuning_that_runs_out_of_time_is_extrapolated(load: Callable[..., Engine]):
+    ticks = iter(np.arange(0, 1e6, 0.2))
+    found = tuning.measure(load("vanilla"), budget=3.0, clock=lambda: float(next(ticks)))
+    assert found.sizes[-1] == 64
+    assert len(found.seconds[0]) == len(found.sizes)
+
+
+@pytest.mark.parametrize("drafter", [None, "vanilla", "rnn"])
+def test_auto_gives_the_plain_text_whatever_it_chooses(
+    load: Callable[..., Engine], drafter: str | None
+):
+    plain, engine = load(None), load(drafter)
+    engine.tune()
+    assert engine._auto is not None
+    sizes = set()
+    for seed, ms in enumerate(
+        [{1: 1.0, 64: 1.1}, {1: 1.0, 2: 50.0, 64: 60.0}, {1: 1.0, 4: 2.0, 5: 9.0, 64: 9.5}]
+    ):
+        engine._auto.curve = curve(ms)
+        for k in range(3):
+            ids = prompt_of(10 * seed + k)
+            result = engine.complete(ids, max_tokens=40, draft=DraftOptions.auto())
+            expected = plain.complete(ids, max_tokens=40, draft=PLAIN)
+            assert result.token_ids == expected.token_ids
+            sizes |= {r.verified for r in result.rounds}
+    assert len(sizes) > 2 if drafter else sizes
+
+
+def test_the_default_is_auto_and_short_contexts_decode_plainly(load: Callable[..., Engine]):
+    engine = load("vanilla", n_ctx=96)
+    result = engine.complete(prompt_of(1), max_tokens=20)
+    assert all(r.verified == 0 for r in result.rounds)
+    roomy = load("vanilla")
+    assert not roomy._auto
+    roomy.complete(prompt_of(1), max_tokens=5)
+    assert roomy._auto is not None
+
+
+def test_the_drafter_window_bounds_what_the_drafter_keeps(load: Callable[..., Engine]):
+    plain = load(None, n_ctx=1500)
+    engine = load("vanilla", n_ctx=1500, drafter_window=64)
+    ids = prompt_of(3, 900)
+    options = DraftOptions(tokens=7)
+    expected = plain.complete(ids, max_tokens=200, draft=PLAIN).token_ids
+    assert engine.complete(ids, max_tokens=200, draft=options).token_ids == expected
+    drafter = engine._drafter
+    assert drafter is not None
+    kept = drafter.n_absorbed - drafter._first
+    assert kept <= 64 + 256
+    # Going back further than the window starts the drafter, and so everything, anew.
+    short = engine.complete(ids[:100], max_tokens=20, draft=options)
+    assert short.processed_tokens == 100
+    assert short.token_ids == plain.complete(ids[:100], max_tokens=20, draft=PLAIN).token_ids
