@@ -1,6 +1,6 @@
 """An F32 copy of a GGUF: the same weights without the noise of quantised arithmetic.
 
-    python benchmarks/dequantize.py IN.gguf OUT.gguf
+python benchmarks/dequantize.py IN.gguf OUT.gguf
 """
 
 from __future__ import annotations

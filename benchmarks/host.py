@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from common import median
 
+from common import median
 from localspec.accept import accept_match, accept_rejection
 from localspec.heads import Heads
 from localspec.sampled import sample_tree

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 
 from common import PROMPT_FILES, accepted_length, first_turns, rendered
-
 from localspec import pairs
 from localspec.engine import DraftOptions, Engine
 from localspec.sampling import SamplingParams
@@ -49,11 +48,16 @@ def main() -> None:
                     params = SamplingParams(temperature=args.temp, seed=seed, acceptance=acceptance)
                     result = engine.complete(prompt, params, max_tokens=args.tokens, draft=draft)
                     results[name].append(result)
-            print(f"{file:10s} " + " ".join(f"{accepted_length(r):14.3f}" for r in results.values()),
-                  flush=True)  # fmt: skip
+            show(file, results)
             for name, more in results.items():
                 every[name] += more
-    print(f"{'all':10s} " + " ".join(f"{accepted_length(r):14.3f}" for r in every.values()))
+    show("all", every)
+
+
+def show(label: str, results: dict[str, list]) -> None:
+    """One line of the table."""
+    values = " ".join(f"{accepted_length(r):14.3f}" for r in results.values())
+    print(f"{label:10s} {values}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from common import PROMPT_FILES, first_turns, rendered
 
+from common import PROMPT_FILES, first_turns, rendered
 from localspec import pairs
 from localspec.engine import DraftOptions, Engine
 from localspec.heads import Heads

@@ -143,7 +143,7 @@ def _some_tokens(engine: Engine, count: int) -> list[int]:
 
 
 def cache_file(engine: Engine, files: Sequence[Path], settings: Sequence[object]) -> Path:
-    """Where the tuning of an engine is kept.
+    """Where the tuning of an engine is kept: in $LOCALSPEC_CACHE or the user's cache directory.
 
     The name is a hash of everything the times depend on: device and build, the files (size,
     time, header), threads and cache settings.
@@ -158,8 +158,10 @@ def cache_file(engine: Engine, files: Sequence[Path], settings: Sequence[object]
         key.update(f"{stat.st_size} {stat.st_mtime_ns}\n".encode())
         with open(file, "rb") as f:
             key.update(f.read(1 << 16))
-    folder = Path(platformdirs.user_cache_dir("localspec", appauthor=False)) / "tuning"
-    return folder / f"{key.hexdigest()[:24]}.json"
+    cache = os.environ.get("LOCALSPEC_CACHE") or platformdirs.user_cache_dir(
+        "localspec", appauthor=False
+    )
+    return Path(cache) / "tuning" / f"{key.hexdigest()[:24]}.json"
 
 
 def load(path: Path) -> Tuning | None:

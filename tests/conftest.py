@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+# Before numpy is imported: BLAS threads would spin against llama.cpp's.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["LOCALSPEC_CACHE"] = tempfile.mkdtemp(prefix="localspec-tests-")
 
 import numpy as np
 import pytest

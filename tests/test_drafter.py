@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import HEADS, prompt_of
 
-from localspec import engine as engine_module
+from localspec import drafting
 from localspec.drafter import Drafter
 from localspec.engine import DraftOptions
 from localspec.ggufio import GgufFile
@@ -230,7 +230,7 @@ def test_blocks_equal_those_of_the_torch_reference(name, tiny_target, tiny_draft
 def test_whole_runs_equal_those_of_the_reference_evaluator(
     name, tiny_target, tiny_drafter, load, monkeypatch
 ):
-    monkeypatch.setattr(engine_module, "build_tree", whole_tree)
+    monkeypatch.setattr(drafting, "build_tree", whole_tree)
     reference, _ = drafters(tiny_drafter, name)
     from localspec.models import TinyTarget, speculative_decode
 
