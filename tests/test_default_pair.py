@@ -53,7 +53,7 @@ def test_the_shortlist_loses_little(engine: Engine):
     assert drafter is not None
     nodes = same = 0
     total = 0.0
-    for step in engine.generate(PROMPTS[0], max_tokens=24):
+    for step in engine.generate(PROMPTS[0], max_tokens=24, draft=DraftOptions(tokens=7)):
         block = drafter.propose(step.token_ids[-1])
         options = {"budget": 31, "children": 4, "frontier": 12}
         whole = build_tree(block, drafter.heads, shortlist=engine.model.n_vocab, **options)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import HEADS, prompt_of
 
+from localspec import drafter as drafter_module
 from localspec import drafting
 from localspec.drafter import Drafter
 from localspec.engine import DraftOptions
@@ -26,7 +27,7 @@ KINDS = [*HEADS, "vanilla-b16", "gated-no-markov-conf", "rnn-no-markov-conf"]
 
 
 @contextmanager
-def opened(tiny_target, path, n_batch: int = 256) -> Iterator[tuple[Target, Drafter]]:
+def opened(tiny_target, path) -> Iterator[tuple[Target, Drafter]]:
     """A target and a drafter, float32 all the way."""
     with ExitStack() as stack:
         file = GgufFile(path)
@@ -36,7 +37,7 @@ def opened(tiny_target, path, n_batch: int = 256) -> Iterator[tuple[Target, Draf
         context = Context(models[0], ContextOptions(512, layer_inputs=info.target_layers, **EXACT))
         other = Context(
             models[1],
-            ContextOptions(512, n_batch=n_batch, causal=False, hidden_states=True, **EXACT),
+            ContextOptions(512, causal=False, hidden_states=True, **EXACT),
             other=context,
         )
         for thing in (*models, context, other):
@@ -68,13 +69,14 @@ def assert_equal_blocks(found, expected):
 
 @pytest.mark.parametrize("name", ["vanilla", "rnn"])
 @pytest.mark.parametrize("chunks", [[40], [1] * 40, [7, 20, 13], [39, 1]])
-def test_features_may_come_in_any_chunks(name, chunks, tiny_target, tiny_drafter):
+def test_features_may_come_in_any_chunks(name, chunks, tiny_target, tiny_drafter, monkeypatch):
     path, prompt = tiny_drafter(name)[1], prompt_of(0, 40)
     with opened(tiny_target, path) as (target, drafter):
         features = feed(target, prompt)
         drafter.absorb(features)
         expected = copied(drafter.propose(70))
-    with opened(tiny_target, path, n_batch=16) as (target, drafter):
+    monkeypatch.setattr(drafter_module, "INJECT_ROWS", 16)
+    with opened(tiny_target, path) as (target, drafter):
         feed(target, prompt)
         at = 0
         for n in chunks:
@@ -104,6 +106,28 @@ def test_a_proposal_leaves_nothing_behind(tiny_target, tiny_drafter):
         feed(target, prompt_of(1, 30))
         drafter.absorb(features)
         assert_equal_blocks(copied(drafter.propose(70)), grown)
+
+
+def test_a_window_keeps_the_most_recent_features_only(tiny_target, tiny_drafter, monkeypatch):
+    monkeypatch.setattr(drafter_module, "INJECT_ROWS", 4)
+    path, prompt = tiny_drafter("vanilla")[1], prompt_of(0, 40)
+    sizes = []
+    for window in (20, 100):
+        with opened(tiny_target, path) as (target, drafter):
+            drafter.window = window
+            features = feed(target, prompt)
+            for n in range(0, 40, 8):
+                drafter.absorb(features[n : n + 8])
+            blocks = [copied(drafter.propose(70))]
+            sizes.append(drafter.context._api.llama_state_seq_get_size(drafter.context.handle, 0))
+            assert drafter.n_past == 40 and drafter.context.seq_end(0) == 39
+            # What is cut off the end comes back; what left the window does not.
+            assert drafter.cut_point(38) == 38 and drafter.cut_point(99) == 40
+            assert drafter.cut_point(25) == (0 if window == 20 else 25)
+            drafter.cut(38)
+            drafter.absorb(features[38:])
+            assert_equal_blocks(copied(drafter.propose(70)), blocks[0])
+    assert sizes[0] < 0.6 * sizes[1]
 
 
 @pytest.mark.parametrize("waiting", [0, 4, 15])

@@ -34,7 +34,7 @@ def plain_answers(tiny_target) -> list[list[int]]:
     answers = []
     for seed in range(N_PROMPTS):
         with Engine.load(tiny_target.gguf, n_ctx=256, n_threads=1) as engine:
-            answers.append(engine.complete(prompt_of(seed), max_tokens=48).token_ids)
+            answers.append(engine.complete(prompt_of(seed), max_tokens=48, draft=PLAIN).token_ids)
     assert len({tuple(a) for a in answers}) >= N_PROMPTS - 2
     return answers
 
@@ -95,6 +95,7 @@ def test_threads_batches_and_caches_do_not_change_the_text(plain_answers, load):
         {"flash_attn": True},
         {"flash_attn": False, "kv_type": "f32"},
         {"use_mmap": False},
+        {"drafter_window": 8},
         {"n_ctx": 2048},
     ):
         engine = load("gated", **options)
@@ -208,8 +209,10 @@ def test_stop_strings_across_tokens(draft, plain_answers, load):
         # It stopped with the token that completed the string, not later.
         assert stop in text_of(engine, found.token_ids)
         assert stop not in text_of(engine, found.token_ids[:-1])
-    assert engine.complete(prompt_of(0), max_tokens=5, stop="").finish_reason == "length"
-    assert engine.complete(prompt_of(0), max_tokens=48, stop=whole[3:5]).text == whole[:3]
+    assert (
+        engine.complete(prompt_of(0), max_tokens=5, draft=draft, stop="").finish_reason == "length"
+    )
+    assert engine.complete(prompt_of(0), draft=draft, stop=whole[3:5]).text == whole[:3]
 
 
 def test_the_end_token_of_the_target_stops_by_default(plain_answers, load):
@@ -248,7 +251,9 @@ def test_steps_add_up_to_the_result(load):
 @pytest.mark.parametrize("length", [200, 240, 250, 254, 255])
 def test_a_context_that_fills_up_ends_the_answer(draft, length, load):
     prompt = prompt_of(0, length)
-    expected = load(None, n_ctx=512).complete(prompt, max_tokens=256 - length, stop_token_ids=[])
+    expected = load(None, n_ctx=512).complete(
+        prompt, max_tokens=256 - length, draft=PLAIN, stop_token_ids=[]
+    )
     engine = load("vanilla", n_ctx=256)
     found = engine.complete(prompt, draft=draft, stop_token_ids=[])
     assert len(found.token_ids) == 256 - length
@@ -280,13 +285,13 @@ def test_n_ctx_that_is_no_multiple_of_anything(load):
 )
 def test_bad_requests_are_one_line_and_change_nothing(prompt, options, message, load):
     engine = load("vanilla")
-    engine.complete(prompt_of(0), max_tokens=5)
+    engine.complete(prompt_of(0), max_tokens=5, draft=CHAIN)
     cached = engine.cached_tokens
     with pytest.raises(LocalspecError, match=message) as caught:
         engine.generate(prompt, **options)
     assert "\n" not in str(caught.value)
     assert engine.cached_tokens == cached
-    assert engine.complete([70], max_tokens=2).token_ids
+    assert engine.complete([70], max_tokens=2, draft=CHAIN).token_ids
 
 
 @pytest.mark.parametrize(
@@ -328,7 +333,7 @@ def test_a_known_beginning_is_not_evaluated_again(name, load):
     assert [r.accepted for r in second.rounds] == [r.accepted for r in fresh.rounds]
     # Another ending of the same beginning.
     other = [*turn[:10], 99, 98]
-    assert engine.complete(other, max_tokens=5).processed_tokens == 2
+    assert engine.complete(other, max_tokens=5, draft=TREE).processed_tokens == 2
 
 
 @pytest.mark.parametrize("draft", [PLAIN, CHAIN, TREE])
@@ -359,16 +364,16 @@ def test_a_generator_closed_early_leaves_the_engine_ready(load, plain_answers):
 
 def test_only_one_generation_at_a_time(load):
     engine = load("vanilla")
-    running = engine.generate(prompt_of(0), max_tokens=20)
+    running = engine.generate(prompt_of(0), max_tokens=20, draft=CHAIN)
     next(running)
     with pytest.raises(LocalspecError, match="generating already"):
-        engine.complete(prompt_of(1), max_tokens=3)
+        engine.complete(prompt_of(1), max_tokens=3, draft=CHAIN)
     rest = [t for step in running for t in step.token_ids]
     assert len(rest) == 19
-    assert engine.complete(prompt_of(1), max_tokens=3).token_ids
+    assert engine.complete(prompt_of(1), max_tokens=3, draft=CHAIN).token_ids
     # A generator that was never started blocks nothing.
     engine.generate(prompt_of(0))
-    assert engine.complete(prompt_of(1), max_tokens=3).token_ids
+    assert engine.complete(prompt_of(1), max_tokens=3, draft=CHAIN).token_ids
 
 
 PHASES = (
@@ -418,7 +423,7 @@ def test_an_interrupt_anywhere_leaves_an_engine_like_new(name, after, load, monk
     interrupter.after = after
     seen = set()
     for call in [*range(1, 40), *range(40, 110, 7)]:
-        engine.complete([70, 71], max_tokens=1)
+        engine.complete([70, 71], max_tokens=1, draft=TREE)
         interrupter.left, interrupter.where = call, ""
         try:
             engine.complete(long, **options)
@@ -539,7 +544,7 @@ def test_pairs_that_do_not_fit_are_refused(head, target, message, others, tiny_d
 def test_targets_without_features_decode_plainly(others):
     with Engine.load(others["qwen2"], n_ctx=256, n_threads=1) as engine:
         assert not engine.has_drafter
-        found = engine.complete(prompt_of(0), max_tokens=8)
+        found = engine.complete(prompt_of(0), max_tokens=8, draft=PLAIN)
         assert len(found.token_ids) == 8
         assert all(r.drafted == r.verified == r.accepted == 0 for r in found.rounds)
 
@@ -630,5 +635,5 @@ def test_the_text_prompt_is_its_tokens(load):
     text = "<|im_start|>user\nhi<|im_end|>\n"
     tokens = engine.tokenize(text)
     assert tokens[0] == tiny.START_ID and tiny.EOS_ID in tokens
-    a, b = engine.complete(text, max_tokens=9), engine.complete(tokens, max_tokens=9)
+    a, b = (engine.complete(p, max_tokens=9, draft=PLAIN) for p in (text, tokens))
     assert a.token_ids == b.token_ids and a.prompt_tokens == len(tokens)

@@ -134,7 +134,9 @@ def measure(engine: Engine) -> Tuning:
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("measuring this machine (once)"), BarColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=1.0)
         return engine.tune(force=True, progress=lambda f: bar.update(task, completed=f))
 
