@@ -64,7 +64,7 @@ def run_llama_cpp(args: argparse.Namespace, prompt: str) -> tuple[float, int, st
         command = [
             args.llama_bin / "llama-speculative-simple", "-m", args.target, "-md", args.drafter,
             "--spec-type", "draft-dspark", "--spec-draft-n-max", args.draft_tokens, "-f", file.name,
-            "-n", args.tokens, "--temp", 0, "-t", args.threads, "-c", 2048,
+            "-n", args.tokens, "--temp", 0, "--no-escape", "-t", args.threads, "-c", 2048,
         ]  # fmt: skip
         out = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True)
     log = out.stdout + out.stderr

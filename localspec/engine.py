@@ -275,8 +275,7 @@ class Engine:
         path = self._tuning_file()
         found = None if force else tuning.load(path)
         if found is None:
-            with self._restoring():
-                found = tuning.measure(self, progress=progress)
+            found = tuning.measure(self, progress=progress)
             tuning.save(path, found)
         curve = CostCurve(found.sizes, found.depths, np.array(found.seconds))
         self._auto = AutoPolicy(
@@ -357,13 +356,12 @@ class Engine:
             if a != b:
                 break
             shared += 1
-        with self._restoring():
-            self._cut(shared)
-            new = prompt[len(self._cached) :]
-            for start, n in self._target.prefill(new):
-                if self._drafter is not None:
-                    self._drafter.absorb(self._target.features(n))
-                self._cached.extend(prompt[start : start + n])
+        self._cut(shared)
+        new = prompt[len(self._cached) :]
+        for start, n in self._target.prefill(new):
+            if self._drafter is not None:
+                self._drafter.absorb(self._target.features(n))
+            self._cached.extend(prompt[start : start + n])
         return Prefill(len(prompt), len(new), time.perf_counter() - started)
 
     def _round(
@@ -376,21 +374,20 @@ class Engine:
         """One round; the tokens it commits (accepted ones and the bonus)."""
         clock = time.perf_counter
         started = clock()
-        with self._restoring():
-            room = self.n_ctx - self._target.n_past - 1
-            draft = drafting.draft(anchor, room=room, left=left)
-            tree = draft.tree
-            at = clock()
-            logits = self._target.verify(anchor, tree)
-            verify_seconds = clock() - at
-            outcome = _accept(tree, logits, sampler)
-            self._target.commit(outcome.path)
-            if self.on_verified is not None:
-                self.on_verified(tree, outcome.path)
-            if self._drafter is not None:
-                self._drafter.absorb(self._target.features([0, *(i + 1 for i in outcome.path)]))
-            accepted = [int(tree.token[i]) for i in outcome.path]
-            self._cached.extend([anchor, *accepted])
+        room = self.n_ctx - self._target.n_past - 1
+        draft = drafting.draft(anchor, room=room, left=left)
+        tree = draft.tree
+        at = clock()
+        logits = self._target.verify(anchor, tree)
+        verify_seconds = clock() - at
+        outcome = _accept(tree, logits, sampler)
+        self._target.commit(outcome.path)
+        if self.on_verified is not None:
+            self.on_verified(tree, outcome.path)
+        if self._drafter is not None:
+            self._drafter.absorb(self._target.features([0, *(i + 1 for i in outcome.path)]))
+        accepted = [int(tree.token[i]) for i in outcome.path]
+        self._cached.extend([anchor, *accepted])
         committed = [*accepted, outcome.bonus]
         drafting.learn(draft, committed, verify_seconds)
         host = clock() - started - draft.seconds - verify_seconds
@@ -426,11 +423,12 @@ class Engine:
             the_round = Round(the_round.drafted, the_round.verified, len(kept), the_round.seconds)
         return Step(text, tuple(kept), the_round, prefill, reason)
 
-    def _restoring(self) -> _Restoring:
-        return _Restoring(self)
-
     def _cut(self, n: int) -> None:
-        """Keep the first `n` tokens in every cache (fewer when a cache holds or keeps less)."""
+        """Keep the first `n` tokens in every cache (fewer when a cache holds or keeps less).
+
+        This is also what brings the caches in line again after a round that was interrupted
+        anywhere: `_cached` is the last to grow.
+        """
         if self._drafter is not None:
             n = self._drafter.cut_point(n)
         n = self._target.cut(n)
@@ -457,20 +455,6 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class _Restoring:
-    """Brings the caches back to what was committed when a round is interrupted anywhere."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and self._engine._owned:
-            self._engine._cut(min(len(self._engine._cached), self._engine._target.n_past))
 
 
 def _accept(tree: DraftTree, logits: npt.NDArray[np.float32], sampler: Sampler) -> Acceptance:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import LocalspecError
+from localspec.pairs import FEATURE_ARCHS
 
 logger = logging.getLogger("localspec.llama")
 logger.addHandler(logging.NullHandler())  # silent until the application configures logging
@@ -146,6 +147,25 @@ def _sysctl(name: str) -> int:
     return value.value
 
 
+class _Owned:
+    """A C object that is freed when its owner and all that was made from it are closed.
+
+    At the end of the interpreter, and in reference cycles, Python closes things in any order.
+    """
+
+    def __init__(self, handle: Any, free: Callable[[Any], None], *needs: _Owned) -> None:
+        self._handle, self._free, self._needs, self._users = handle, free, needs, 1
+        for needed in needs:
+            needed._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._free(self._handle)
+            for needed in self._needs:
+                needed.release()
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """How to load a model.
@@ -204,11 +224,14 @@ class Model:
         self._lib.recent.clear()
         self._handle = self._api.llama_model_load_from_file(os.fsencode(self.path), params)
         if stopped:
-            self.close()
+            if self._handle:
+                self._api.llama_model_free(self._handle)
+                self._handle = None
             raise stopped[0]
         if not self._handle:
             raise LocalspecError(f"llama.cpp cannot load {self.path}: {self._lib.why()}")
         api, h = self._api, self._handle
+        self._owned: _Owned = _Owned(h, api.llama_model_free)
         self._vocab = api.llama_model_get_vocab(h)
         self.n_layer: int = api.llama_model_n_layer(h)
         self.n_embd: int = api.llama_model_n_embd(h)
@@ -312,10 +335,10 @@ class Model:
         return self._vocab
 
     def close(self) -> None:
-        """Free the model. Its contexts must be closed first. A second call does nothing."""
+        """Free the model, at once or with the last of its contexts. A second call does nothing."""
         handle, self._handle = self._handle, None
         if handle:
-            self._api.llama_model_free(handle)
+            self._owned.release()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -399,6 +422,8 @@ class Context:
                 f"llama.cpp cannot create a context of {options.n_ctx} tokens for "
                 f"{model.path.name}: {self._lib.why()}"
             )
+        needs = [model._owned] if other is None else [model._owned, other._owned]
+        self._owned: _Owned = _Owned(self._handle, self._api.llama_free, *needs)
         self._memory = self._api.llama_get_memory(self._handle)
         self.n_ctx: int = self._api.llama_n_ctx(self._handle)
         # llama.cpp cuts this to n_ctx and asserts on larger batches.
@@ -608,7 +633,7 @@ class Context:
         """Free the context. A second call does nothing."""
         handle, self._handle = self._handle, None
         if handle:
-            self._api.llama_free(handle)
+            self._owned.release()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -643,6 +668,9 @@ def _check_context(model: Model, o: ContextOptions) -> None:
         raise LocalspecError(f"n_seq_max must be 1..{MAX_SEQUENCES}, not {o.n_seq_max}")
     if o.kv_type not in KV_TYPES:
         raise LocalspecError(f"KV type {o.kv_type!r} is unknown; one of {', '.join(KV_TYPES)}")
+    arch = model.meta("general.architecture")
+    if o.layer_inputs and arch not in FEATURE_ARCHS:
+        raise LocalspecError(f"llama.cpp gives no layer features for {arch} models")
     for layer in o.layer_inputs:
         # llama.cpp asserts on this; n_layer itself (the last layer's output) is not filled by
         # most architectures.

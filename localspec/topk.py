@@ -38,7 +38,7 @@ def top_k(
     """The k largest entries of each row of a short matrix.
 
     Args:
-        rows: [n, m] float32 without NaN.
+        rows: [n, m] float32, finite.
         k: at least 1; clipped to m.
 
     Returns:

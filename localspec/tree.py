@@ -93,7 +93,10 @@ class DraftTree:
         return DraftTree(none, none, none, np.zeros(0, np.float32))
 
     @staticmethod
-    def chain(tokens: Sequence[int], scores: Sequence[float] | None = None) -> DraftTree:
+    def chain(
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        scores: Sequence[float] | npt.NDArray[np.floating] | None = None,
+    ) -> DraftTree:
         """A tree of width 1."""
         n = len(tokens)
         return DraftTree(
@@ -294,6 +297,9 @@ def build_tree(
         return DraftTree.empty()
     frontier = min(frontier, budget)
     depths = min(block.depth, budget)  # a tree of N nodes is at most N deep
+    in_logits = heads.kind == "none" or (heads.kind == "vanilla" and block.baked is not None)
+    if children == frontier == 1 and in_logits and not confidence and calibrate is None:
+        return _greedy_chain(block.logits[:depths])
     baked = None if block.baked is None else heads.embed(block.baked)
 
     scratch = np.empty(block.logits.shape[1], np.float32)
@@ -337,6 +343,15 @@ def build_tree(
         np.concatenate([level[2] for level in levels]).astype(np.float32),
     )
     return tree.best(budget)
+
+
+def _greedy_chain(logits: Floats) -> DraftTree:
+    """The chain of the most likely tokens, where `logits` [D, V] hold its bias already."""
+    tokens = logits.argmax(axis=1)
+    top = np.take_along_axis(logits, tokens[:, None], 1)
+    weights = np.subtract(logits, top)
+    np.exp(weights, out=weights)
+    return DraftTree.chain(tokens, np.cumsum(-np.log(weights.sum(axis=1))))
 
 
 def _rest(row: Floats, own: Floats, scratch: Floats) -> float:

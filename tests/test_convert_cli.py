@@ -53,7 +53,7 @@ def test_notes_go_to_stderr(built):
 
 def test_default_names(built, tmp_path, monkeypatch):
     target, drafters = built
-    monkeypatch.setattr(pairs, "default_pair", lambda: (target.gguf, tmp_path / "unused"))
+    monkeypatch.setattr(pairs, "default_target", lambda: target.gguf)
     invoke(drafters["vanilla"].path)
     invoke(drafters["vanilla"].path, "--outtype", "q8_0", "--standalone")
     names = {p.name for p in tmp_path.iterdir()}

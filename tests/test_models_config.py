@@ -183,4 +183,5 @@ def test_missing_and_undecodable_files(tmp_path: Path):
 
 def test_importing_the_config_does_not_import_torch():
     code = "import sys, localspec.models.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    # -I: the repository's own folder must not come before the installed package.
+    assert subprocess.run([sys.executable, "-I", "-c", code], check=False).returncode == 0
