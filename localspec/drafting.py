@@ -104,6 +104,7 @@ class Drafting:
     ) -> None:
         self._target, self._drafter, self._sampler = target, drafter, sampler
         self._options = options
+        self._heads = drafter.heads if drafter is not None else Heads("none")
         self._auto = auto if options.policy == "auto" else None
         self._odds = auto.context if auto is not None else ContextOdds()
         self._index = SuffixIndex(prompt) if options.context and options.tokens else None
@@ -143,25 +144,27 @@ class Drafting:
         if self._auto is not None:
             ask = ask and self._auto.pacing.ask()
         block, seconds = self._block(anchor, depth) if ask else (None, 0.0)
-        heads = self._drafter.heads if self._drafter is not None else Heads("none")
-        if self._sampler.params.rejects and self._auto is None:
-            tree = sample_tree(
-                block,
-                heads,
-                rng=self._sampler.draft_rng,
-                draft_distribution=self._sampler.draft_distribution,
-                budget=nodes,
-                width=self._width,
-                most_leaves=self._target.max_leaves,
-                branch=self._branch,
-                branch_odds=odds,
-            )
+        rejects = self._sampler.params.rejects
+        if self._auto is None and rejects:
+            tree = self._drawn(block, nodes, odds)
             return Draft(tree, len(tree), seconds)
+        tree = self._likeliest(block, nodes, odds)
+        drafted = len(tree)
+        if self._auto is not None:
+            tree = self._auto.choose(tree, self._target.n_past, drafted=block is not None)
+            if rejects:
+                # How many nodes to draw is decided on the drafter's distribution alone, before
+                # anything is drawn: no peeking.
+                tree = self._drawn(block, len(tree), odds)
+        return Draft(tree.prune_leaves(self._target.max_leaves), drafted, seconds)
+
+    def _likeliest(self, block: Block | None, nodes: int, odds: Sequence[float]) -> DraftTree:
+        """The best nodes of drafter and context together; does not depend on chance."""
         tree = DraftTree.empty()
         if block is not None:
             tree = build_tree(
                 block,
-                heads,
+                self._heads,
                 budget=nodes,
                 children=self._width,
                 frontier=1 if self._width == 1 else self._options.frontier,
@@ -170,10 +173,23 @@ class Drafting:
             self._drafter_tree = tree
         if self._branch:
             tree = merge_branch(tree, self._branch, np.cumsum(np.log(odds)).tolist()).best(nodes)
-        drafted = len(tree)
-        if self._auto is not None:
-            tree = self._auto.choose(tree, self._target.n_past, drafted=block is not None)
-        return Draft(tree.prune_leaves(self._target.max_leaves), drafted, seconds)
+        return tree
+
+    def _drawn(self, block: Block | None, nodes: int, odds: Sequence[float]) -> DraftTree:
+        """Nodes drawn from the drafter, for rejection sampling."""
+        if nodes == 0:
+            return DraftTree.empty()
+        return sample_tree(
+            block,
+            self._heads,
+            rng=self._sampler.draft_rng,
+            draft_distribution=self._sampler.draft_distribution,
+            budget=nodes,
+            width=self._width,
+            most_leaves=self._target.max_leaves,
+            branch=self._branch,
+            branch_odds=odds,
+        )
 
     def _block(self, anchor: int, depth: int) -> tuple[Block, float]:
         assert self._drafter is not None
