@@ -112,14 +112,15 @@ def check_out(out: Path, checkpoint: Checkpoint, target: Path) -> None:
     """
     if out.is_dir():
         raise LocalspecError(f"{out} is a directory; name the GGUF file to write")
+    if out.exists() and not out.is_file():  # e.g. /dev/null, which root would replace
+        raise LocalspecError(f"{out} is not a regular file; choose another output")
     if not out.parent.is_dir():
         raise LocalspecError(f"{out.parent} is not a directory; create it or choose another output")
     if not os.access(out.parent, os.W_OK):
         raise LocalspecError(f"{out.parent} is not writable; choose another output")
-    inputs = {path.resolve(): path for path in (target, *checkpoint.files)}
+    inputs = {os.path.realpath(path) for path in (target, *checkpoint.files)}
     for path in (out, pairs.heads_path(out)):
-        taken = inputs.get(path.resolve())
-        if taken is not None:
+        if os.path.realpath(path) in inputs:
             raise LocalspecError(f"{path} is an input of the conversion; choose another output")
 
 

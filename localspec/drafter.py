@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from localspec.errors import LocalspecError
 from localspec.heads import Heads
 from localspec.llama import Context
 from localspec.pairs import DrafterInfo
@@ -98,6 +99,11 @@ class Drafter:
             self.context.seq_remove(0, p)
         last = first + min(depth or self.info.max_depth, self.info.max_depth)
         logits = self.context.logits()[first:last]
+        if np.isnan(logits[:, 0]).any():  # in a hidden state, it is in every logit
+            raise LocalspecError(
+                f"the output of {self.context.model.path.name} is not a number; it is damaged or "
+                "made for another target: convert it again, or leave it out"
+            )
         hidden = self.context.hidden()[first:last] if self.heads.needs_hidden else None
         baked = None
         if self.heads.kind == "vanilla":

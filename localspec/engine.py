@@ -111,7 +111,7 @@ class Engine:
                 model,
                 ContextOptions(
                     n_ctx=n_ctx,
-                    n_batch=max(n_batch, MAX_NODES + 1),
+                    n_batch=max(min(n_batch, n_ctx), MAX_NODES + 1),
                     n_outputs=MAX_NODES + 1,
                     n_seq_max=1 if model.recurrent else MAX_LEAVES,
                     rollback=MAX_ROLLBACK if model.recurrent else 0,
@@ -173,7 +173,10 @@ class Engine:
     def last_logits(self) -> npt.NDArray[np.float32]:
         """[V] the target's logits for the first token of the last prompt or round (a copy)."""
         self._check_open()
-        return np.array(self._target.logits()[0])
+        rows = self._target.logits()
+        if not len(rows):
+            raise LocalspecError("there are no logits yet; generate something first")
+        return np.array(rows[0])
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a prompt: special tokens read as such, the model's BOS put in front."""
@@ -272,6 +275,18 @@ class Engine:
             progress: called with 0..1 while measuring.
         """
         self._check_open()
+        if self._running:
+            raise LocalspecError("this engine is generating; finish or close that first")
+        if self.n_ctx < MIN_TUNED_CTX:
+            raise LocalspecError(
+                f"a context of {self.n_ctx} tokens is too short to measure in; use an n_ctx of at "
+                f"least {MIN_TUNED_CTX}"
+            )
+        return self._tune(force=force, progress=progress)
+
+    def _tune(
+        self, *, force: bool = False, progress: Callable[[float], None] | None = None
+    ) -> tuning.Tuning:
         path = self._tuning_file()
         found = None if force else tuning.load(path)
         if found is None:
@@ -294,13 +309,13 @@ class Engine:
         if draft.policy != "auto" or draft.tokens == 0 or self.n_ctx < MIN_TUNED_CTX:
             return None
         if self._auto is None:
-            self.tune()
+            self._tune()
         return self._auto
 
     def _checked_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         self._check_open()
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        if not tokens or prompt == "":
+        if not tokens or (isinstance(prompt, str) and not prompt):
             raise LocalspecError("the prompt is empty; give at least one token of text")
         if len(tokens) >= self.n_ctx:
             raise LocalspecError(
@@ -329,6 +344,11 @@ class Engine:
             if draft.policy == "auto" and auto is None:
                 draft = DraftOptions(tokens=0)
             prefill = self._prefill(prompt)
+            if np.isnan(self._target.logits()[0]).any():
+                raise LocalspecError(
+                    f"the output of {self.model.path.name} is not a number; the file is damaged, "
+                    "download or convert it again"
+                )
             room = self.n_ctx - len(prompt)
             left = room if max_tokens is None else min(max_tokens, room)
             anchor = sampler.choose(self._target.logits()[0])

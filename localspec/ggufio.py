@@ -66,12 +66,15 @@ class GgufArray:
         if self._kind != _STRING:
             return list(struct.unpack_from(f"<{self._count}{_SCALARS[self._kind]}", self._buf,
                                            self._offset))  # fmt: skip
-        out, at = [], self._offset
-        for _ in range(self._count):
+        return [text.decode("utf-8", "replace") for text in self.strings()]
+
+    def strings(self) -> Iterator[bytes]:
+        """The values of an array of strings, as stored; nothing for other arrays."""
+        at = self._offset
+        for _ in range(self._count if self._kind == _STRING else 0):
             (size,) = struct.unpack_from("<Q", self._buf, at)
-            out.append(self._buf[at + 8 : at + 8 + size].decode("utf-8", "replace"))
+            yield self._buf[at + 8 : at + 8 + size]
             at += 8 + size
-        return out
 
 
 class GgufFile:
@@ -130,14 +133,17 @@ class GgufFile:
         `start` and `stop` choose rows (entries of the first dimension), as in a slice.
         """
         info = self.tensors[name]
-        if len(info.shape) < 2 and (start, stop) != (0, None):
-            raise ValueError(f"{name} has no rows to choose from")
-        n_rows = info.shape[0] if info.shape else 1
+        if len(info.shape) < 2:
+            if (start, stop) != (0, None):
+                raise ValueError(f"{name} has no rows to choose from")
+            raw = np.frombuffer(self._buf, np.uint8, info.nbytes, info.offset)
+            return self._dequantize(info, raw).reshape(info.shape)
+        n_rows = info.shape[0]
         start, stop, _ = slice(start, stop).indices(n_rows)
         count = max(0, stop - start)
         row_bytes = info.nbytes // n_rows if n_rows else 0
         raw = np.frombuffer(self._buf, np.uint8, count * row_bytes, info.offset + start * row_bytes)
-        return self._dequantize(info, raw).reshape((count, *info.shape[1:]) if info.shape else ())
+        return self._dequantize(info, raw).reshape(count, *info.shape[1:])
 
     def rows(self, name: str) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
         """A function that reads single rows of a matrix as float32, straight from the file.
@@ -166,6 +172,8 @@ class GgufFile:
         import gguf
 
         kind = gguf.GGMLQuantizationType[info.type_name]
+        if not raw.size:
+            return np.zeros(0, np.float32)
         rows = raw.reshape(-1, info.nbytes // max(1, math.prod(info.shape[:-1])))
         if kind == gguf.GGMLQuantizationType.F32:
             return rows.view(np.float32).copy()
@@ -210,8 +218,9 @@ def _map(path: Path) -> mmap.mmap:
             f"{path} is a directory, not a GGUF file; checkpoints become GGUF with "
             "`localspec convert`"
         ) from e
-    except OSError as e:
-        raise LocalspecError(f"{path} cannot be read: {e.strerror or e}") from e
+    except (OSError, ValueError) as e:  # ValueError: a name that no file can have
+        why = e.strerror if isinstance(e, OSError) else None
+        raise LocalspecError(f"{path} cannot be read: {why or e}") from e
 
 
 class _Cursor:

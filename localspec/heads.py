@@ -93,7 +93,9 @@ class Heads:
                 raise _misfit(source, "conf_proj.weight")
             bias = np.zeros(1, np.float32)
             if "conf_proj.bias" in source.tensors:
-                bias = source.tensor("conf_proj.bias").reshape(-1)[:1]
+                bias = source.tensor("conf_proj.bias").reshape(-1)
+                if len(bias) != 1:
+                    raise _misfit(source, "conf_proj.bias")
             confidence = Linear(weight, bias)
         mixer = None
         if kind in ("gated", "rnn"):

@@ -32,6 +32,7 @@ Ints = npt.NDArray[np.integer]
 
 NEEDED_VERSION = "0.3.36"
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
 # ggml_type numbers usable for the KV cache.
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 
@@ -662,8 +663,11 @@ def _load_mode(api: Any, options: ModelOptions) -> int:
 def _check_context(model: Model, o: ContextOptions) -> None:
     if o.n_ctx < 8 or o.n_ctx > 1 << 24:
         raise LocalspecError(f"n_ctx must be between 8 and {1 << 24}, not {o.n_ctx}")
-    if o.n_batch < 1 or o.n_outputs < 1 or o.n_threads < 0:
-        raise LocalspecError("n_batch and n_outputs must be at least 1, n_threads at least 0")
+    if o.n_batch < 1 or o.n_outputs < 1 or not 0 <= o.n_threads <= MAX_THREADS:
+        raise LocalspecError(
+            "n_batch and n_outputs must be at least 1, n_threads at least 0 and at most "
+            f"{MAX_THREADS}"
+        )
     if not 1 <= o.n_seq_max <= MAX_SEQUENCES:
         raise LocalspecError(f"n_seq_max must be 1..{MAX_SEQUENCES}, not {o.n_seq_max}")
     if o.kv_type not in KV_TYPES:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from localspec.errors import LocalspecError
-from localspec.ggufio import GgufFile
+from localspec.ggufio import GgufArray, GgufFile
 
 DRAFTER_ARCH = "dflash"
 HEADS_ARCH = "localspec-heads"
+_INTEGERS = frozenset(("I8", "I16", "I32", "I64"))
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+# llama.cpp's graph of a block grows with it, and ends the process when it gets too large.
+MAX_BLOCK = 64
 
 # Architectures whose graphs in llama.cpp expose the inputs of their layers (`t_layer_inp`).
 FEATURE_ARCHS = frozenset(
@@ -101,6 +107,8 @@ def check_target(target: GgufFile) -> None:
         raise LocalspecError(
             f"{target.path} does not say its {' and '.join(missing)}; it is damaged or not a model"
         )
+    _check_numbers(target)
+    _check_tokens(target)
 
 
 def features_available(target: GgufFile) -> bool:
@@ -130,7 +138,7 @@ def read_drafter(drafter: GgufFile) -> DrafterInfo:
     tokens = drafter.metadata.get("tokenizer.ggml.tokens")
     needed = {
         "dflash.target_layers": isinstance(layers, list) and bool(layers),
-        "dflash.block_size": _positive(block_size) and block_size >= 2,
+        "dflash.block_size": _positive(block_size) and 2 <= block_size <= MAX_BLOCK,
         "tokenizer.ggml.mask_token_id": isinstance(mask, int) and not isinstance(mask, bool),
         "dflash.embedding_length": _positive(n_embd),
         "tokenizer.ggml.tokens": tokens is not None,
@@ -138,6 +146,7 @@ def read_drafter(drafter: GgufFile) -> DrafterInfo:
     for key, fine in needed.items():
         if not fine:
             raise LocalspecError(f"{path}: {key} is missing or invalid; convert the drafter again")
+    _check_numbers(drafter)
     n_vocab = len(tokens or ())
     head_type, companion = _head_type(drafter)
     info = DrafterInfo(
@@ -173,6 +182,9 @@ def check_pair(target: GgufFile, drafter: GgufFile) -> DrafterInfo:
     _same(drafter, target, "width", info.n_embd, int(target.arch_get("embedding_length")))
     _same(drafter, target, "vocabulary size", info.n_vocab, vocab_size(target))
     n_layer = int(target.arch_get("block_count"))
+    tokens = "tokenizer.ggml.tokens"
+    if tokens in target.metadata and drafter.stored_value(tokens) != target.stored_value(tokens):
+        _check_tokens(drafter)
     trained_on = drafter.get("localspec.target.block_count")
     if trained_on is not None:
         _same(drafter, target, "number of target layers", int(trained_on), n_layer)
@@ -219,6 +231,46 @@ def default_pair() -> tuple[Path, Path]:
     if not drafter.exists():
         raise LocalspecError(f"the default drafter {drafter} is missing; reinstall localspec")
     return default_target(), drafter
+
+
+def _check_numbers(model: GgufFile) -> None:
+    """Refuse settings on which llama.cpp would end the process, or hang."""
+
+    def check(key: str, fine: Callable[[Any], bool]) -> None:
+        value = model.arch_get(key)
+        if value is not None and not (isinstance(value, int | float) and fine(value)):
+            raise LocalspecError(
+                f"{model.path} says {key} = {value}, which no model has; it is damaged, download "
+                "or convert it again"
+            )
+
+    for name, tensor in model.tensors.items():
+        # Only tables that map tokens to experts hold integers.
+        if tensor.type_name in _INTEGERS and name.endswith(".weight") and "tid2eid" not in name:
+            raise LocalspecError(
+                f"{model.path}: tensor {name!r} holds integers ({tensor.type_name}); the file is "
+                "damaged, download or convert it again"
+            )
+    bias = model.tensors.get("conf_proj.bias")
+    if bias is not None and bias.type_name != "F32":
+        raise LocalspecError(f"{model.path}: conf_proj.bias is not F32; convert the drafter again")
+    check("block_count", lambda n: 1 <= n <= MAX_LAYERS)
+    check("attention.layer_norm_rms_epsilon", lambda e: 0 <= e < 1)
+    check("attention.layer_norm_epsilon", lambda e: 0 <= e < 1)
+    if model.architecture in (DRAFTER_ARCH, "qwen3", "qwen3moe"):
+        # These rotate whole heads.
+        head = model.arch_get("attention.key_length")
+        check("rope.dimension_count", lambda n: n == (head or n) and n > 0 and n % 2 == 0)
+
+
+def _check_tokens(model: GgufFile) -> None:
+    tokens = model.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, GgufArray):
+        texts = [text for text in tokens.strings() if text]
+        if len(set(texts)) < len(texts):
+            raise LocalspecError(
+                f"{model.path} lists a token twice; it is damaged, download or convert it again"
+            )
 
 
 def _positive(value: object) -> bool:

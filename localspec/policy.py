@@ -20,6 +20,11 @@ Floats = npt.NDArray[np.float64]
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
 
 
+# A gain must be worth this factor before anything is verified: odds and costs are estimates, and
+# being slower than plain decoding is worse than missing a few percent.
+MARGIN = 1.05
+
+
 class CostCurve:
     """T(n): the time of one target pass over n tokens, at any context depth.
 
@@ -239,8 +244,10 @@ class AutoPolicy:
         fixed = self.host_seconds + (self.block_seconds if drafted else 0.0)
         survival = np.exp(np.sort(tree.score.astype(np.float64))[::-1])
         n, rate = best_size(survival, cost, fixed)
+        plain = self.host_seconds + float(cost[0])
+        if rate * plain < MARGIN:
+            n, rate = 0, 1 / (fixed + float(cost[0]))
         if drafted:
-            plain = self.host_seconds + float(cost[0])
             seconds = fixed + float(cost[n])
             self.pacing.observe(rate * seconds, seconds, plain, self.block_seconds)
         return tree.best(n)

@@ -43,8 +43,8 @@ class ChatTemplate:
         )
         try:
             self._template = environment.from_string(source)
-        except TemplateError as e:
-            raise LocalspecError(f"the model's chat template is not valid: {e}") from e
+        except (TemplateError, RecursionError) as e:
+            raise LocalspecError(f"the model's chat template is not valid: {_line(e)}") from e
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation.
@@ -61,9 +61,15 @@ class ChatTemplate:
                 messages=list(messages), add_generation_prompt=add_generation_prompt
             )
         except _Refused as e:
-            raise LocalspecError(f"the model's chat template refuses these messages: {e}") from e
+            raise LocalspecError(
+                f"the model's chat template refuses these messages: {_line(e)}"
+            ) from e
         except Exception as e:  # a template is a program: it can fail in every way
-            raise LocalspecError(f"the model's chat template failed: {e}") from e
+            raise LocalspecError(f"the model's chat template failed: {_line(e)}") from e
+
+
+def _line(e: Exception) -> str:
+    return " ".join(str(e).split()) or type(e).__name__
 
 
 class _Refused(Exception):

@@ -169,12 +169,21 @@ def load(path: Path) -> Tuning | None:
     try:
         data = json.loads(path.read_text("utf-8"))
         tuning = Tuning(**data)
-        shape = np.array(tuning.seconds, float).shape
-        if shape == (len(tuning.depths), len(tuning.sizes)) and tuning.sizes[0] == 1:
-            return tuning
-    except (OSError, ValueError, TypeError, IndexError):
-        pass
-    return None
+        return tuning if _sound(tuning) else None
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
+def _sound(tuning: Tuning) -> bool:
+    seconds = np.array(tuning.seconds, float)
+    parts = np.array([tuning.block_seconds, tuning.host_seconds], float)
+    return (
+        seconds.shape == (len(tuning.depths), len(tuning.sizes))
+        and tuning.sizes[0] == 1
+        and all(bool(np.all(np.diff(x) > 0)) for x in (tuning.sizes, tuning.depths))
+        and bool(np.isfinite(seconds).all() and (seconds > 0).all())
+        and bool(np.isfinite(parts).all() and (parts >= 0).all())
+    )
 
 
 def save(path: Path, tuning: Tuning) -> None:
@@ -182,7 +191,10 @@ def save(path: Path, tuning: Tuning) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(tuning)), "utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(json.dumps(asdict(tuning)), "utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError:
         pass

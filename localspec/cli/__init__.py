@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib import import_module
 
@@ -45,8 +46,16 @@ def cli() -> None:
     """
 
 
+def one_line(text: object) -> str:
+    """A message or name, printable: they come from anywhere, even with line breaks and escapes."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))
+
+
 def main() -> None:
     """Entry point: errors are one line; exit status 1 for errors, 2 for wrong usage."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # None when closed
+            stream.reconfigure(errors="replace")
     try:
         status = cli(standalone_mode=False)
     except click.exceptions.Exit as e:
@@ -55,7 +64,7 @@ def main() -> None:
         e.show()
         status = e.exit_code
     except LocalspecError as e:
-        click.echo(f"error: {e}", err=True)
+        click.echo(f"error: {one_line(e)}", err=True)
         status = 1
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
@@ -64,4 +73,8 @@ def main() -> None:
         # The reader went away; let nothing be flushed into the closed pipe at exit.
         sys.stdout = None
         status = 141
+    except OSError as e:  # e.g. the disk that standard output goes to is full
+        click.echo(f"error: {one_line(e)}", err=True)
+        sys.stdout = None
+        status = 1
     sys.exit(status if isinstance(status, int) else 0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from localspec.cli import one_line
 from localspec.cli.options import (
     draft_options,
     drafting,
@@ -54,20 +55,28 @@ def chat(system: str | None, max_tokens: int | None, **options: Any) -> None:
     with loaded_engine(options) as engine:
         prepare(engine, draft)
         talk = Chat(engine, system=system, params=params, draft=draft)
-        if sys.stdin.isatty():
+        if _interactive():
             name = engine.model.meta("general.name") or engine.model.path.stem
-            console.print(f"[bold]{name}[/bold]  [dim]/help shows the commands[/dim]")
+            console.print(one_line(name), style="bold", markup=False, end="  ")
+            console.print("[dim]/help shows the commands[/dim]")
+        failed = False
         for line in _lines(console):
             if line.startswith("/"):
                 if not _command(line, talk, console):
-                    return
-            else:
-                _answer(talk, line, max_tokens, console)
+                    break
+            elif not _answer(talk, line, max_tokens, console):
+                failed = failed or not _interactive()
+    if failed:
+        raise SystemExit(1)
+
+
+def _interactive() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _lines(console: Console) -> Iterator[str]:
-    if not sys.stdin.isatty():
-        yield from (stripped for line in sys.stdin if (stripped := line.strip()))
+    if not _interactive():
+        yield from (stripped for line in sys.stdin or () if (stripped := line.strip()))
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
@@ -84,7 +93,8 @@ def _lines(console: Console) -> Iterator[str]:
             yield line
 
 
-def _answer(talk: Chat, line: str, max_tokens: int | None, console: Console) -> None:
+def _answer(talk: Chat, line: str, max_tokens: int | None, console: Console) -> bool:
+    """Print the answer to a line; False when there is none."""
     steps = talk.send(line, max_tokens=max_tokens)
     stopped = ""
     try:
@@ -95,14 +105,18 @@ def _answer(talk: Chat, line: str, max_tokens: int | None, console: Console) -> 
     except KeyboardInterrupt:
         stopped = " · stopped"
     except LocalspecError as e:
-        console.print(f"[red]{e}[/red]" if sys.stdin.isatty() else f"error: {e}", soft_wrap=True)
-        return
+        if _interactive():
+            console.print(one_line(e), style="red", markup=False, soft_wrap=True)
+        else:
+            click.echo(f"error: {one_line(e)}", err=True)
+        return False
     finally:
         # Python closes a generator late; the conversation must be whole before the next line.
         steps.close()  # type: ignore[attr-defined]
     console.print()
-    if sys.stdin.isatty():
+    if _interactive():
         console.print(f"[dim]{_status(talk)}{stopped}[/dim]", highlight=False)
+    return True
 
 
 def _status(talk: Chat) -> str:
@@ -151,5 +165,5 @@ def _command(line: str, talk: Chat, console: Console) -> bool:
     elif word == "/stats":
         console.print(_stats(talk), markup=False)
     else:
-        console.print(f"[red]{line.split()[0]} is no command; /help lists them[/red]")
+        console.print(f"{word} is no command; /help lists them", style="red", markup=False)
     return True

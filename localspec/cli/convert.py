@@ -67,6 +67,8 @@ def convert(
     if output is None:
         outtype = resolve_outtype(checkpoint, outtype)
         output = Path(f"{checkpoint.resolve().name}-{outtype}.gguf")
+    if output.is_dir():
+        raise LocalspecError(f"{output} is a directory; name the GGUF file to write")
     # Gated and rnn heads take a second name, whose file would be replaced as well.
     for path in (output, pairs.heads_path(output)):
         if path.is_file() and not force:

@@ -54,7 +54,7 @@ def generate(
     from localspec.engine import Result
 
     if prompt is None:
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise click.UsageError("no prompt; give one with -p, or pipe it in")
         prompt = sys.stdin.read()
     params, draft = sampling_params(options), drafting(options)
@@ -68,7 +68,6 @@ def generate(
             result.add(step)
             if not as_json:
                 click.echo(step.text, nl=False)
-                sys.stdout.flush()
         click.echo(json.dumps(as_dict(result)) if as_json else "")
 
 
