@@ -144,6 +144,8 @@ class Drafting:
         if self._auto is not None:
             ask = ask and self._auto.pacing.ask()
         block, seconds = self._block(anchor, depth) if ask else (None, 0.0)
+        if block is None and not self._branch:
+            return Draft(DraftTree.empty(), 0, seconds)
         rejects = self._sampler.params.rejects
         if self._auto is None and rejects:
             tree = self._drawn(block, nodes, odds)
@@ -208,6 +210,7 @@ class Drafting:
         if self._auto is None:
             return
         size = len(draft.tree) + 1
+        self._auto.last_size = size
         self._auto.curve.observe(size, self._target.n_past - size, verify_seconds)
         self._auto.learn_draft(self._drafter_tree, committed)
         self._auto.learn_branch(self._match, self._branch, committed)

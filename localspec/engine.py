@@ -297,6 +297,7 @@ class Engine:
             curve,
             block_seconds=found.block_seconds,
             host_seconds=found.host_seconds,
+            switch_seconds=found.switch_seconds,
             depths=self._drafter.info.max_depth if self._drafter is not None else 0,
         )
         return found

@@ -21,8 +21,10 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
 
 
 # A gain must be worth this factor before anything is verified: odds and costs are estimates, and
-# being slower than plain decoding is worse than missing a few percent.
-MARGIN = 1.05
+# being slower than plain decoding is worse than missing some gain.
+MARGIN = 1.15
+# Costs change slowly with the context: one curve serves this many tokens of depth.
+_DEPTH_STEP = 32
 
 
 class CostCurve:
@@ -46,6 +48,7 @@ class CostCurve:
         self._every = np.arange(1, int(self.sizes[-1]) + 1)
         self._factor = np.ones(len(self._every))
         self._load = 1.0
+        self._known: dict[int, Floats] = {}
 
     @property
     def largest(self) -> int:
@@ -54,27 +57,38 @@ class CostCurve:
 
     def at(self, depth: int) -> Floats:
         """[largest] seconds of passes of 1, 2, 3, ... tokens at a context depth."""
-        rows = [np.interp(self._every, self.sizes, row) for row in self.seconds]
+        step = depth // _DEPTH_STEP
+        if step not in self._known:
+            self._known[step] = self._measured(step * _DEPTH_STEP)
+        out: Floats = self._known[step] * self._factor
+        return out
+
+    def _measured(self, depth: int) -> Floats:
+        rows = np.array([np.interp(self._every, self.sizes, row) for row in self.seconds])
         if len(rows) == 1:
-            only: Floats = rows[0] * self._factor
+            only: Floats = rows[0]
             return only
-        weight = np.interp(depth, self.depths, np.arange(len(rows)))
-        low = min(int(weight), len(rows) - 2)
+        weight = float(np.interp(depth, self.depths, np.arange(len(rows))))
         # Beyond the last measured depth the slope goes on: attention only gets longer.
         if depth > self.depths[-1]:
             span = self.depths[-1] - self.depths[-2]
-            weight, low = len(rows) - 1 + (depth - self.depths[-1]) / span, len(rows) - 2
-        out: Floats = rows[low] + (weight - low) * (rows[low + 1] - rows[low])
-        return np.maximum(out, 1e-9) * self._factor
+            weight += float((depth - self.depths[-1]) / span)
+        low = min(int(weight), len(rows) - 2)
+        out: Floats = np.maximum(rows[low] + (weight - low) * (rows[low + 1] - rows[low]), 1e-9)
+        return out
 
     def observe(self, size: int, depth: int, seconds: float) -> None:
         """Learn from a real pass. One outlier moves an entry by half a percent at most."""
         if not 1 <= size <= self.largest or seconds <= 0:
             return
-        ratio = seconds / self.at(depth)[size - 1]
-        self._load *= np.clip(ratio / self._load, 0.8, 1.25) ** 0.3
-        own = np.clip(ratio / self._load, 0.8, 1.25)
-        self._factor[size - 1] = np.clip(self._factor[size - 1] * own**0.02, 0.25, 4.0)
+        ratio = seconds / float(self.at(depth)[size - 1])
+        self._load *= _bounded(ratio / self._load, 0.8, 1.25) ** 0.3
+        own = _bounded(ratio / self._load, 0.8, 1.25) ** 0.02
+        self._factor[size - 1] = _bounded(float(self._factor[size - 1]) * own, 0.25, 4.0)
+
+
+def _bounded(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)  # numpy's clip costs more than everything around it
 
 
 class Survival:
@@ -220,14 +234,22 @@ class AutoPolicy:
     Args:
         curve: the target's costs.
         block_seconds: one drafter pass; 0 without a drafter.
-        host_seconds: what Python adds to a round.
+        host_seconds: what growing a tree in Python adds to a drafted round.
+        switch_seconds: what a pass costs more when the one before had another size.
         depths: draft depths of the drafter.
     """
 
     def __init__(
-        self, curve: CostCurve, *, block_seconds: float, host_seconds: float, depths: int
+        self,
+        curve: CostCurve,
+        *,
+        block_seconds: float,
+        depths: int,
+        host_seconds: float = 0.0,
+        switch_seconds: float = 0.0,
     ) -> None:
         self.curve, self.block_seconds, self.host_seconds = curve, block_seconds, host_seconds
+        self.switch_seconds, self.last_size = switch_seconds, 1
         self.survival = Survival(max(1, depths))
         self.context = ContextOdds()
         self.pacing = Pacing()
@@ -241,10 +263,17 @@ class AutoPolicy:
             drafted: whether the drafter was asked this round.
         """
         cost = self.curve.at(context_depth)
-        fixed = self.host_seconds + (self.block_seconds if drafted else 0.0)
+        plain = float(cost[0])
+        # Passes of the last size reuse its graph. Leaving plain decoding for one round means to
+        # switch twice, there and back.
+        switches = np.full(len(cost), 2.0 if self.last_size == 1 else 1.0)
+        switches[0] = float(self.last_size != 1)
+        if self.last_size <= len(cost):
+            switches[self.last_size - 1] = 0.0
+        cost = cost + self.switch_seconds * switches
+        fixed = self.host_seconds + self.block_seconds if drafted else 0.0
         survival = np.exp(np.sort(tree.score.astype(np.float64))[::-1])
         n, rate = best_size(survival, cost, fixed)
-        plain = self.host_seconds + float(cost[0])
         if rate * plain < MARGIN:
             n, rate = 0, 1 / (fixed + float(cost[0]))
         if drafted:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localspec.policy import SIZES
-from localspec.tree import DraftTree
+from localspec.tree import DraftTree, build_tree
 
 if TYPE_CHECKING:
     from localspec.engine import Engine
 
-_FORMAT = 1
+_FORMAT = 2
 _SHALLOW, _DEEP = 32, 512
 _DEEP_SIZES = (1, 2, 4, 8, 16, 32)
 
@@ -37,7 +37,9 @@ class Tuning:
         depths: [K] context depths.
         seconds: [K][M] seconds of a target pass.
         block_seconds: one drafter pass, absorbing features included; 0 without a drafter.
-        host_seconds: Python's share of a round.
+        host_seconds: growing a tree in Python; 0 without a drafter.
+        switch_seconds: what a pass costs more when the one before had another size (llama.cpp
+            builds its graph anew).
     """
 
     sizes: list[int]
@@ -45,6 +47,7 @@ class Tuning:
     seconds: list[list[float]]
     block_seconds: float
     host_seconds: float
+    switch_seconds: float
 
 
 def measure(
@@ -81,7 +84,8 @@ def measure(
         if len(shallow) >= 2 and left() < 0.45:
             break
         shallow[n] = _pass_seconds(engine, text[:n], _SHALLOW, clock, repeats=3 if n <= 4 else 2)
-    block = 0.0
+    switch = _switch_seconds(engine, text, shallow, clock)
+    block = host = 0.0
     if drafter is not None:
         drafter.absorb(np.concatenate(features))
         drafter.propose(text[0])  # the first pass allocates
@@ -92,8 +96,12 @@ def measure(
         # A round absorbs a few rows before it drafts.
         at = clock()
         drafter.absorb(features[0][:2])
-        drafter.propose(text[0])
+        proposal = drafter.propose(text[0])
         block = max(block, clock() - at)
+        for _ in range(3):
+            at = clock()
+            build_tree(proposal, drafter.heads, budget=engine.max_nodes, children=4, frontier=12)
+            host = min(host or np.inf, clock() - at)
     depths, curves = [_SHALLOW], [_complete(shallow, sizes)]
     # Prefill runs faster per token than any pass measured here, so this bounds it from above.
     deep = min(_DEEP, engine.n_ctx - limit - 1)
@@ -113,7 +121,7 @@ def measure(
     engine._cut(0)
     if progress is not None:
         progress(1.0)
-    return Tuning(sizes, depths, curves, float(block), host_seconds=5e-4)
+    return Tuning(sizes, depths, curves, float(block), float(host), switch)
 
 
 def _pass_seconds(
@@ -126,6 +134,19 @@ def _pass_seconds(
         best = min(best, clock() - at)
         engine._target.cut(depth)
     return float(best)
+
+
+def _switch_seconds(
+    engine: Engine, tokens: Sequence[int], same: dict[int, float], clock: Callable[[], float]
+) -> float:
+    """How much longer passes take when sizes alternate than when they repeat."""
+    small, large = 1, next(n for n in (4, 3, 2, 1) if n in same)
+    best = {small: np.inf, large: np.inf}
+    for _ in range(4):
+        for n in best:
+            best[n] = min(best[n], _pass_seconds(engine, tokens[:n], _SHALLOW, clock, repeats=1))
+    extra = [best[n] - same[n] for n in best]
+    return float(max(0.0, sum(extra) / len(extra)))
 
 
 def _complete(measured: dict[int, float], sizes: Sequence[int]) -> list[float]:
@@ -176,7 +197,7 @@ def load(path: Path) -> Tuning | None:
 
 def _sound(tuning: Tuning) -> bool:
     seconds = np.array(tuning.seconds, float)
-    parts = np.array([tuning.block_seconds, tuning.host_seconds], float)
+    parts = np.array([tuning.block_seconds, tuning.host_seconds, tuning.switch_seconds], float)
     return (
         seconds.shape == (len(tuning.depths), len(tuning.sizes))
         and tuning.sizes[0] == 1

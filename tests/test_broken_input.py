@@ -203,6 +203,7 @@ def test_damaged_tunings_are_measured_again(change: dict[str, Any], tmp_path: Pa
     good = {
         "sizes": [1, 2], "depths": [32], "seconds": [[1.0, 1.5]], "block_seconds": 0.0,
         "host_seconds": 0.0,
+        "switch_seconds": 0.0,
     }  # fmt: skip
     path = tmp_path / "tuning.json"
     path.write_text(json.dumps(good))
@@ -213,7 +214,7 @@ def test_damaged_tunings_are_measured_again(change: dict[str, Any], tmp_path: Pa
 
 def test_a_tuning_that_cannot_be_saved_leaves_nothing(tmp_path: Path):
     (tmp_path / "t" / "x.json").mkdir(parents=True)
-    tuning.save(tmp_path / "t" / "x.json", tuning.Tuning([1], [32], [[1.0]], 0.0, 0.0))
+    tuning.save(tmp_path / "t" / "x.json", tuning.Tuning([1], [32], [[1.0]], 0.0, 0.0, 0.0))
     assert [path.name for path in (tmp_path / "t").iterdir()] == ["x.json"]
 
 

@@ -38,9 +38,9 @@ def test_measured_sizes_are_returned_as_measured_and_kernel_steps_stay_steps():
 
 
 def test_depth_is_interpolated_and_extrapolated():
-    c = CostCurve([1, 2], [0, 100], np.array([[1.0, 2.0], [2.0, 4.0]]))
-    assert c.at(50)[0] == pytest.approx(1.5)
-    assert c.at(200)[1] == pytest.approx(6.0)
+    c = CostCurve([1, 2], [0, 128], np.array([[1.0, 2.0], [2.0, 4.0]]))
+    assert c.at(64)[0] == pytest.approx(1.5)
+    assert c.at(256)[1] == pytest.approx(6.0)
 
 
 def test_a_busy_machine_changes_no_ratio_and_one_outlier_next_to_nothing():
@@ -231,3 +231,13 @@ def test_the_drafter_window_bounds_what_the_drafter_keeps(load: Callable[..., En
     short = engine.complete(ids[:100], max_tokens=20, draft=options)
     assert short.processed_tokens == 100
     assert short.token_ids == plain.complete(ids[:100], max_tokens=20, draft=PLAIN).token_ids
+
+
+def test_switching_the_size_of_passes_has_its_price():
+    auto = AutoPolicy(
+        curve({1: 10.0, 2: 14.0, 3: 15.0}), block_seconds=0.0, switch_seconds=0.004, depths=0
+    )
+    branch = merge_branch(DraftTree.empty(), [1, 2], np.log([0.8, 0.5]).tolist())
+    assert len(auto.choose(branch, 0, drafted=False)) == 0  # 2.3 tokens for 15 + 2 * 4 ms
+    auto.last_size = 3
+    assert len(auto.choose(branch, 0, drafted=False)) == 2  # for 15 ms: the graph is there
