@@ -18,7 +18,14 @@ from localspec.drafting import MAX_LEAVES, MAX_NODES, MAX_ROLLBACK, Drafting, Dr
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
 from localspec.heads import Heads
-from localspec.llama import Context, ContextOptions, Model, ModelOptions, default_threads
+from localspec.llama import (
+    Context,
+    ContextOptions,
+    Model,
+    ModelOptions,
+    default_threads,
+    has_gpu,
+)
 from localspec.policy import AutoPolicy, CostCurve
 from localspec.sampling import Sampler, SamplingParams
 from localspec.steps import Prefill, Result, Round, Seconds, Step
@@ -79,7 +86,7 @@ class Engine:
             n_batch: tokens per prefill pass.
             n_threads: CPU threads; 0 means one per physical core.
             n_gpu_layers: layers on the GPU; -1 means all.
-            flash_attn: True, False, or None: llama.cpp's choice on a GPU, off on a CPU.
+            flash_attn: True, False, or None for what suits the device and the weights.
             kv_type: element type of the target's KV cache, e.g. "f16" or "q8_0".
             drafter_window: most recent positions whose features the drafter keeps; its memory
                 and time stop growing with the context.
@@ -97,6 +104,9 @@ class Engine:
                 raise LocalspecError(f"drafter_window must be at least 1, not {drafter_window}")
             with GgufFile(target) as header:
                 pairs.check_target(header)
+                target_flash = flash_attn
+                if flash_attn is None:
+                    target_flash = _flash_attention(header, kv_type)
                 if drafter is not None:
                     drafter_file = GgufFile(drafter)
                     owned.append(drafter_file)
@@ -116,7 +126,7 @@ class Engine:
                     n_seq_max=1 if model.recurrent else MAX_LEAVES,
                     rollback=MAX_ROLLBACK if model.recurrent else 0,
                     n_threads=n_threads,
-                    flash_attn=flash_attn,
+                    flash_attn=target_flash,
                     kv_type=kv_type,
                     layer_inputs=info.target_layers if info else (),
                 ),
@@ -135,7 +145,7 @@ class Engine:
                         n_batch=max(INJECT_ROWS, info.block_size),
                         n_outputs=info.block_size,
                         n_threads=n_threads,
-                        flash_attn=flash_attn,
+                        flash_attn=False if flash_attn is None and not has_gpu() else flash_attn,
                         causal=False,
                         hidden_states=heads.needs_hidden,
                     ),
@@ -238,6 +248,9 @@ class Engine:
             LocalspecError: the prompt is empty or does not fit the context, an id is no token, or
                 another generation is running.
         """
+        self._check_open()
+        if self._running:
+            raise LocalspecError("this engine is generating already; finish or close that first")
         tokens = self._checked_prompt(prompt)
         if max_tokens is not None and max_tokens < 1:
             raise LocalspecError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -476,6 +489,21 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _flash_attention(target: GgufFile, kv_type: str) -> bool | None:
+    """What suits the target: None is llama.cpp's choice, which is on wherever it can be.
+
+    llama.cpp's CPU kernel takes the rows of a pass one by one. That makes passes of every size
+    agree bit for bit where the rest does, as with most quantised weights, and so speculation
+    exact to the last bit. With float weights the rest differs anyway, and without the kernel
+    larger passes are faster and less noisy.
+    """
+    if has_gpu() or kv_type not in ("f32", "f16", "bf16"):
+        return None
+    total = sum(t.nbytes for t in target.tensors.values())
+    floats = sum(t.nbytes for t in target.tensors.values() if t.type_name in ("F32", "F16", "BF16"))
+    return False if 2 * floats > total else None
 
 
 def _accept(tree: DraftTree, logits: npt.NDArray[np.float32], sampler: Sampler) -> Acceptance:

@@ -125,6 +125,11 @@ def library() -> Any:
         return _loaded[0]
 
 
+def has_gpu() -> bool:
+    """Whether llama.cpp was built for a GPU that is there."""
+    return bool(library().api.llama_supports_gpu_offload())
+
+
 def default_threads() -> int:
     """Cores worth using for matrix products: physical ones, and on Apple silicon the fast ones."""
     if sys.platform == "darwin":
@@ -358,8 +363,7 @@ class ContextOptions:
         rollback: tokens a recurrent model should be able to forget again; what it really can is
             `Context.rollback`.
         n_threads: CPU threads; 0 means one per physical core.
-        flash_attn: True, False, or None: llama.cpp's choice on a GPU; off on a CPU, where its
-            kernel takes the rows of a pass one by one (up to twice as slow for 8 or more).
+        flash_attn: True, False, or None for llama.cpp's choice.
         kv_type: element type of the KV cache, a key of `KV_TYPES`.
         causal: False for drafters, whose blocks see themselves whole.
         hidden_states: also hand out final hidden states (`Context.hidden`).
@@ -404,11 +408,7 @@ class Context:
         params.n_seq_max = options.n_seq_max
         params.n_rs_seq = options.rollback
         params.n_threads = params.n_threads_batch = options.n_threads or default_threads()
-        flash = options.flash_attn
-        if flash is None and not self._api.llama_supports_gpu_offload():
-            # A quantised V cache exists only with flash attention.
-            flash = options.kv_type not in ("f32", "f16", "bf16")
-        params.flash_attn_type = {None: -1, False: 0, True: 1}[flash]
+        params.flash_attn_type = {None: -1, False: 0, True: 1}[options.flash_attn]
         params.type_k = params.type_v = KV_TYPES[options.kv_type]
         params.embeddings = options.hidden_states
         params.kv_unified = True  # tree paths share the prefix's cells

@@ -254,6 +254,12 @@ def _check_numbers(model: GgufFile) -> None:
     bias = model.tensors.get("conf_proj.bias")
     if bias is not None and bias.type_name != "F32":
         raise LocalspecError(f"{model.path}: conf_proj.bias is not F32; convert the drafter again")
+    window = model.arch_get("attention.sliding_window")
+    if isinstance(window, int) and not 0 <= window <= 1 << 24:
+        raise LocalspecError(
+            f"{model.path} says attention.sliding_window = {window}, which no model has; it is "
+            "damaged, download or convert it again"
+        )
     check("block_count", lambda n: 1 <= n <= MAX_LAYERS)
     check("attention.layer_norm_rms_epsilon", lambda e: 0 <= e < 1)
     check("attention.layer_norm_epsilon", lambda e: 0 <= e < 1)
