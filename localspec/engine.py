@@ -494,10 +494,10 @@ class Engine:
 def _flash_attention(target: GgufFile, kv_type: str) -> bool | None:
     """What suits the target: None is llama.cpp's choice, which is on wherever it can be.
 
-    llama.cpp's CPU kernel takes the rows of a pass one by one. That makes passes of every size
-    agree bit for bit where the rest does, as with most quantised weights, and so speculation
-    exact to the last bit. With float weights the rest differs anyway, and without the kernel
-    larger passes are faster and less noisy.
+    llama.cpp's CPU kernel takes the rows of a pass one by one. Passes of different sizes therefore
+    agree better, with most quantised weights to the bit on one thread, and fewer greedy choices
+    flip by rounding. With float weights the rest of the graph differs anyway, and without the
+    kernel larger passes are faster and less noisy.
     """
     if has_gpu() or kv_type not in ("f32", "f16", "bf16"):
         return None
