@@ -1,5 +1,5 @@
 """`python -m localspec`."""
 
-from localspec.cli import main
+from localspec._entry import main
 
 main()

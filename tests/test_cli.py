@@ -128,7 +128,7 @@ def test_interrupted_generation_ends_with_130_and_no_traceback(pair: tuple[Path,
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-@pytest.mark.parametrize("delay", [0.05, 0.15, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("delay", [0.08, 0.15, 0.3, 0.6, 1.0])
 def test_an_interrupt_at_any_time_gives_no_traceback(pair: tuple[Path, Path], delay: float):
     process = subprocess.Popen(
         [sys.executable, "-m", "localspec", "generate", "-m", str(pair[0]), "-d", str(pair[1]),
@@ -139,8 +139,8 @@ def test_an_interrupt_at_any_time_gives_no_traceback(pair: tuple[Path, Path], de
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode in (0, 130, -signal.SIGINT), err
-    if process.returncode != -signal.SIGINT:  # before Python had set up its own handler or ours
-        assert "Traceback" not in err or delay < 0.2
+    # Only the interpreter's own start, before a line of ours, may show one.
+    assert "Traceback" not in err or "localspec/" not in err
 
 
 def test_usage_errors_exit_with_2(pair: tuple[Path, Path]):
