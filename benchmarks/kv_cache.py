@@ -13,8 +13,7 @@ import argparse
 import numpy as np
 
 from localspec import pairs
-from localspec.llama import Context, ContextOptions, Model
-from localspec.target import Target
+from localspec.engine import Engine
 from localspec.tree import ROOT, DraftTree, merge_branch
 
 
@@ -28,9 +27,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=15)
     args = parser.parse_args()
     rng = np.random.default_rng(0)
-    model = Model(args.target or pairs.default_target())
-    options = ContextOptions(n_ctx=args.longest + 128, n_seq_max=32)
-    target, fresh = Target(Context(model, options)), Target(Context(model, options))
+    path = args.target or pairs.default_target()
+    engines = [Engine.load(path, n_ctx=args.longest + 128) for _ in range(2)]
+    model = engines[0].model
+    target, fresh = (engine._target for engine in engines)
     text = [int(t) for t in rng.integers(0, model.n_vocab, 40)]
     for _ in target.prefill(text):
         pass
