@@ -14,22 +14,16 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from common import PROMPT_FILES, first_turns, median, rendered
-from localspec import pairs
+from common import PROMPT_FILES, first_turns, median, pair_parser, rendered
 from localspec.engine import DraftOptions, Engine
 
 
 def main() -> None:
     """Print a line per prompt and the ratio of the medians."""
-    target, drafter = pairs.default_pair()
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = pair_parser(__doc__, prompts=2)
+    parser.set_defaults(threads=2)
     parser.add_argument("--llama-bin", type=Path, required=True)
-    parser.add_argument("--target", default=target)
-    parser.add_argument("--drafter", default=drafter)
-    parser.add_argument("--prompts", type=int, default=2, help="prompts per file")
-    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--draft-tokens", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     draft = DraftOptions(tokens=args.draft_tokens)
     ours, theirs, ratios, host, same = [], [], [], [], 0

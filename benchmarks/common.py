@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from localspec import pairs
 from localspec.chat import chat_template
 from localspec.engine import Engine, Result
 
@@ -18,6 +20,23 @@ def prompt_dir() -> Path:
     """Folder of prompt files: $LOCALSPEC_PROMPTS, else ../shared/prompts beside the repository."""
     default = Path(__file__).resolve().parents[1].parent / "shared" / "prompts"
     return Path(os.environ.get("LOCALSPEC_PROMPTS", default))
+
+
+def pair_parser(about: str | None, *, prompts: int) -> argparse.ArgumentParser:
+    """The options every benchmark on a pair and the prompt files has.
+
+    Args:
+        about: the benchmark's docstring.
+        prompts: default number of prompts per file.
+    """
+    target, drafter = pairs.default_pair()
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--target", default=target)
+    parser.add_argument("--drafter", default=drafter)
+    parser.add_argument("--prompts", type=int, default=prompts, help="prompts per file")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=0)
+    return parser
 
 
 def first_turns(name: str, count: int) -> list[str]:

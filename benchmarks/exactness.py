@@ -9,12 +9,9 @@ where the gap is larger than that noise.
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 
-from common import PROMPT_FILES, accepted_length, first_turns, rendered
-from localspec import pairs
+from common import PROMPT_FILES, accepted_length, first_turns, pair_parser, rendered
 from localspec.engine import DraftOptions, Engine
 
 PLAIN = DraftOptions(tokens=0)
@@ -22,16 +19,10 @@ PLAIN = DraftOptions(tokens=0)
 
 def main() -> None:
     """Print one line per prompt file and one per difference."""
-    target, drafter = pairs.default_pair()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default=target)
-    parser.add_argument("--drafter", default=drafter)
+    parser = pair_parser(__doc__, prompts=8)
     parser.add_argument("--noise", type=float, default=0.75)
-    parser.add_argument("--prompts", type=int, default=8, help="prompts per file")
-    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--draft-tokens", type=int, default=7)
     parser.add_argument("--width", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     draft = DraftOptions(tokens=args.draft_tokens, width=args.width)
     runs = different = unexplained = 0

@@ -5,24 +5,15 @@ python benchmarks/never_slower.py [--prompts 4] [--temp 0]
 
 from __future__ import annotations
 
-import argparse
-
-from common import PROMPT_FILES, accepted_length, first_turns, median, rendered
-from localspec import pairs
+from common import PROMPT_FILES, accepted_length, first_turns, median, pair_parser, rendered
 from localspec.engine import DraftOptions, Engine
 from localspec.sampling import SamplingParams
 
 
 def main() -> None:
     """Print speeds, their ratio and the accepted length per prompt file."""
-    target, drafter = pairs.default_pair()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default=target)
-    parser.add_argument("--drafter", default=drafter)
-    parser.add_argument("--prompts", type=int, default=4, help="prompts per file")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser = pair_parser(__doc__, prompts=4)
     parser.add_argument("--temp", type=float, default=0.0)
-    parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     every = []
     with Engine.load(args.target, args.drafter, n_ctx=2048, n_threads=args.threads) as engine:

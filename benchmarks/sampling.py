@@ -7,10 +7,7 @@ llama.cpp's own speculation is the match rule on a chain; that is the line to co
 
 from __future__ import annotations
 
-import argparse
-
-from common import PROMPT_FILES, accepted_length, first_turns, rendered
-from localspec import pairs
+from common import PROMPT_FILES, accepted_length, first_turns, pair_parser, rendered
 from localspec.engine import DraftOptions, Engine
 from localspec.sampling import SamplingParams
 
@@ -28,14 +25,8 @@ SETTINGS = {
 
 def main() -> None:
     """Print accepted lengths per prompt file and setting."""
-    target, drafter = pairs.default_pair()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default=target)
-    parser.add_argument("--drafter", default=drafter)
-    parser.add_argument("--prompts", type=int, default=4, help="prompts per file")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser = pair_parser(__doc__, prompts=4)
     parser.add_argument("--temp", type=float, default=1.0)
-    parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     print(f"{'':10s} " + " ".join(f"{name:>14s}" for name in SETTINGS))
     every: dict[str, list] = {name: [] for name in SETTINGS}

@@ -9,13 +9,11 @@ starting there accepts, and the rounds of a setting are read off by jumping from
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from common import PROMPT_FILES, first_turns, rendered
-from localspec import pairs
+from common import PROMPT_FILES, first_turns, pair_parser, rendered
 from localspec.engine import DraftOptions, Engine
 from localspec.heads import Heads
 from localspec.tree import ROOT, Block, DraftTree, build_tree
@@ -45,13 +43,7 @@ def settings(shortlist: int) -> dict[str, Grow]:
 
 def main() -> None:
     """Print the table."""
-    target, drafter = pairs.default_pair()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default=target)
-    parser.add_argument("--drafter", default=drafter)
-    parser.add_argument("--prompts", type=int, default=16, help="prompts per file")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=0)
+    parser = pair_parser(__doc__, prompts=16)
     parser.add_argument("--shortlist", type=int, default=128)
     args = parser.parse_args()
     grown = settings(args.shortlist)

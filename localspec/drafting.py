@@ -90,7 +90,7 @@ class Drafting:
         options: the user's.
         sampler: the generation's.
         prompt: its prompt.
-        auto: the engine's policy; needed for `options.policy == "auto"`.
+        auto: the engine's policy when `options.policy` is "auto", else None.
     """
 
     def __init__(
@@ -105,12 +105,14 @@ class Drafting:
         self._target, self._drafter, self._sampler = target, drafter, sampler
         self._options = options
         self._heads = drafter.heads if drafter is not None else Heads("none")
-        self._auto = auto if options.policy == "auto" else None
+        self._auto = auto
         self._odds = auto.context if auto is not None else ContextOdds()
         self._index = SuffixIndex(prompt) if options.context and options.tokens else None
         self._chains_only = target.context.model.recurrent
         self._width = 1 if self._chains_only else options.width
-        self._most = target.context.rollback if self._chains_only else options.tokens
+        self._most = options.tokens
+        if self._chains_only:
+            self._most = min(self._most, target.context.rollback)
         self._branch: list[int] = []
         self._match = 0
         self._drafter_tree = DraftTree.empty()
@@ -128,7 +130,7 @@ class Drafting:
             room: cells left in the KV cache beside the anchor's.
             left: tokens left to generate; deeper nodes would be wasted.
         """
-        nodes = min(self._options.tokens, self._most, room)
+        nodes = min(self._most, room)
         depth = min(nodes, left - 1)
         self._branch, self._match, self._drafter_tree = [], 0, DraftTree.empty()
         if depth <= 0:
@@ -211,6 +213,8 @@ class Drafting:
             return
         size = len(draft.tree) + 1
         self._auto.last_size = size
-        self._auto.curve.observe(size, self._target.n_past - size, verify_seconds)
+        # The pass began before what it committed (the anchor takes the bonus token's place).
+        depth = self._target.n_past - len(committed)
+        self._auto.curve.observe(size, depth, verify_seconds)
         self._auto.learn_draft(self._drafter_tree, committed)
         self._auto.learn_branch(self._match, self._branch, committed)

@@ -248,9 +248,7 @@ class Engine:
             LocalspecError: the prompt is empty or does not fit the context, an id is no token, or
                 another generation is running.
         """
-        self._check_open()
-        if self._running:
-            raise LocalspecError("this engine is generating already; finish or close that first")
+        self._check_idle()
         tokens = self._checked_prompt(prompt)
         if max_tokens is not None and max_tokens < 1:
             raise LocalspecError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -287,9 +285,7 @@ class Engine:
             force: measure again.
             progress: called with 0..1 while measuring.
         """
-        self._check_open()
-        if self._running:
-            raise LocalspecError("this engine is generating; finish or close that first")
+        self._check_idle()
         if self.n_ctx < MIN_TUNED_CTX:
             raise LocalspecError(
                 f"a context of {self.n_ctx} tokens is too short to measure in; use an n_ctx of at "
@@ -327,7 +323,6 @@ class Engine:
         return self._auto
 
     def _checked_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        self._check_open()
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         if not tokens or (isinstance(prompt, str) and not prompt):
             raise LocalspecError("the prompt is empty; give at least one token of text")
@@ -350,8 +345,7 @@ class Engine:
         stream: TextStream,
         is_end: Callable[[int], bool],
     ) -> Iterator[Step]:
-        if self._running:
-            raise LocalspecError("this engine is generating already; finish or close that first")
+        self._check_idle()  # again: a generator may have been started since this one was made
         self._running = True
         try:
             auto = self._policy(draft)
@@ -473,6 +467,11 @@ class Engine:
     def _check_open(self) -> None:
         if not self._owned:
             raise LocalspecError("this engine is closed; load it again")
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._running:
+            raise LocalspecError("this engine is generating already; finish or close that first")
 
     def close(self) -> None:
         """Free models and contexts. A second call does nothing."""

@@ -236,9 +236,11 @@ def default_pair() -> tuple[Path, Path]:
 def _check_numbers(model: GgufFile) -> None:
     """Refuse settings on which llama.cpp would end the process, or hang."""
 
-    def check(key: str, fine: Callable[[Any], bool]) -> None:
+    def check(key: str, fine: Callable[[Any], bool], *, lists: bool = False) -> None:
         value = model.arch_get(key)
-        if value is not None and not (isinstance(value, int | float) and fine(value)):
+        if value is None or (lists and isinstance(value, list)):
+            return
+        if not (isinstance(value, int | float) and fine(value)):
             raise LocalspecError(
                 f"{model.path} says {key} = {value}, which no model has; it is damaged, download "
                 "or convert it again"
@@ -254,15 +256,10 @@ def _check_numbers(model: GgufFile) -> None:
     bias = model.tensors.get("conf_proj.bias")
     if bias is not None and bias.type_name != "F32":
         raise LocalspecError(f"{model.path}: conf_proj.bias is not F32; convert the drafter again")
-    window = model.arch_get("attention.sliding_window")
-    if isinstance(window, int) and not 0 <= window <= 1 << 24:
-        raise LocalspecError(
-            f"{model.path} says attention.sliding_window = {window}, which no model has; it is "
-            "damaged, download or convert it again"
-        )
     check("block_count", lambda n: 1 <= n <= MAX_LAYERS)
     check("attention.layer_norm_rms_epsilon", lambda e: 0 <= e < 1)
     check("attention.layer_norm_epsilon", lambda e: 0 <= e < 1)
+    check("attention.sliding_window", lambda n: 0 <= n <= 1 << 24, lists=True)
     if model.architecture in (DRAFTER_ARCH, "qwen3", "qwen3moe"):
         # These rotate whole heads.
         head = model.arch_get("attention.key_length")

@@ -308,7 +308,7 @@ def build_tree(
     scores = np.zeros(1, np.float32)
     nodes = np.array([ROOT], np.int32)
     levels: list[tuple[Ints, Ints, Floats]] = []
-    count, threshold = 0, -np.inf
+    count = 0
     for d in range(depths):
         hidden = None if block.hidden is None else block.hidden[d]
         latent, state = heads.latent(tokens, hidden, state)
