@@ -1,73 +1,58 @@
-"""localspec against llama.cpp's own `draft-dspark`, on the same files, threads and prompts.
+"""auto against plain, fixed drafts and llama.cpp's own `draft-dspark`, interleaved, per file.
 
-    python benchmarks/against_llama_cpp.py --llama-bin DIR [--prompts 4] [--draft-tokens 7]
+    python benchmarks/against_llama_cpp.py --llama-bin DIR [--prompts 4] [--tokens 128]
 
-DIR holds `llama-speculative-simple`, built from the llama.cpp that llama-cpp-python carries (see
-docs/benchmarks.md). The two run turn by turn on every prompt; the ratio is that of the medians.
+DIR holds `llama-speculative-simple` and `llama-completion`, built from the llama.cpp that
+llama-cpp-python carries (see docs/benchmarks.md); without it only our own settings run. This is
+`localspec bench` with a wide sweep; --sweep names another one, as `localspec bench --against` does.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
-import subprocess
-import tempfile
 from pathlib import Path
 
-from common import PROMPT_FILES, first_turns, median, pair_parser, rendered
-from localspec.engine import DraftOptions, Engine
+from rich.console import Console
+
+from common import PROMPT_FILES, pair_parser, read
+from localspec.bench.peer import Peer, find_programs
+from localspec.bench.report import run_table, summary_table
+from localspec.bench.run import run
+from localspec.bench.settings import AUTO, PLAIN, parse_settings
+from localspec.engine import Engine
+
+FIXED = "fixed:1x1,fixed:2x1,fixed:3x1,fixed:5x1,fixed:7x1,fixed:2x2,fixed:3x2,fixed:7x4,fixed:15x4"
+PEER = "llama.cpp:0,llama.cpp:1,llama.cpp:1@0.5,llama.cpp:2,llama.cpp:3,llama.cpp:3@0.5,"
+PEER += "llama.cpp:3@0.8,llama.cpp:7,llama.cpp:7@0.5,llama.cpp:7@0.8"
 
 
 def main() -> None:
-    """Print a line per prompt and the ratio of the medians."""
+    """Print a table per prompt file and, last, auto against the best of every group."""
     parser = pair_parser(__doc__, prompts=2)
-    parser.set_defaults(threads=2)
-    parser.add_argument("--llama-bin", type=Path, required=True)
-    parser.add_argument("--draft-tokens", type=int, default=7)
+    parser.add_argument("--llama-bin", type=Path)
+    parser.add_argument("--sweep", help="settings to run instead of the built-in sweep")
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--files", nargs="+", default=PROMPT_FILES)
+    parser.add_argument("--n-ctx", type=int, default=2048)
     args = parser.parse_args()
-    draft = DraftOptions(tokens=args.draft_tokens)
-    ours, theirs, ratios, host, same = [], [], [], [], 0
-    with Engine.load(args.target, args.drafter, n_ctx=2048, n_threads=args.threads) as engine:
-        contents = [c for name in PROMPT_FILES for c in first_turns(name, args.prompts)]
-        for content in contents:
-            prompt = rendered(engine, content)
-            result = engine.complete(prompt, max_tokens=args.tokens, draft=draft)
-            speed, rounds, text = run_llama_cpp(args, prompt)
-            host += [1e3 * r.seconds.host for r in result.rounds]
-            ours.append(result.tokens_per_second)
-            theirs.append(speed)
-            ratios.append(ours[-1] / speed)
-            same += text.startswith(result.text[:200])
-            print(
-                f"ours {ours[-1]:6.1f} tokens/s in {len(result.rounds):3d} rounds   "
-                f"llama.cpp {speed:6.1f} tokens/s in {rounds:3d} rounds   ratio {ratios[-1]:.2f}",
-                flush=True,
-            )
-    print(f"median: ours {median(ours):.1f}, llama.cpp {median(theirs):.1f} tokens/s")
-    print(
-        f"ratio of medians {median(ours) / median(theirs):.3f}, median ratio {median(ratios):.3f}"
-    )
-    print(f"host time per round: median {median(host):.2f} ms; same text {same} of {len(contents)}")
-
-
-def run_llama_cpp(args: argparse.Namespace, prompt: str) -> tuple[float, int, str]:
-    """One run of llama-speculative-simple: (tokens per second, rounds, text)."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
-        file.write(prompt + "\n")  # llama.cpp takes one line break off a file's end
-        file.flush()
-        command = [
-            args.llama_bin / "llama-speculative-simple", "-m", args.target, "-md", args.drafter,
-            "--spec-type", "draft-dspark", "--spec-draft-n-max", args.draft_tokens, "-f", file.name,
-            "-n", args.tokens, "--temp", 0, "--no-escape", "-t", args.threads, "-c", 2048,
-        ]  # fmt: skip
-        out = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True)
-    log = out.stdout + out.stderr
-    decoded = re.search(r"decoded\s+\d+ tokens in\s+[\d.]+ seconds, speed:\s+([\d.]+)", log)
-    drafted = re.search(r"n_drafted = (\d+)", log)
-    if decoded is None or drafted is None:
-        raise SystemExit(f"llama-speculative-simple printed something else:\n{log[-2000:]}")
-    text = out.stdout.split("assistant\n", 1)[-1].lstrip("\n")
-    return float(decoded[1]), int(drafted[1]) // args.draft_tokens, text
+    names = args.sweep or (FIXED if args.llama_bin is None else f"{FIXED},{PEER}")
+    settings = list(dict.fromkeys([PLAIN, AUTO, *parse_settings(names, depths=7)]))
+    programs = find_programs(settings, args.llama_bin)
+    peer = Peer(programs, Path(args.target), Path(args.drafter), args.n_ctx, args.threads)
+    console = Console(width=160, highlight=False, markup=False)
+    with Engine.load(args.target, args.drafter, n_ctx=args.n_ctx, n_threads=args.threads) as engine:
+        engine.tune()
+        report = run(
+            engine,
+            [read(name, args.prompts) for name in args.files],
+            settings,
+            temperatures=(args.temp,),
+            max_tokens=args.tokens,
+            repeats=args.repeats,
+            peer=peer,
+            on_run=lambda one: console.print(run_table(one)),
+        )
+    console.print(summary_table(report))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,24 @@
-"""What the benchmarks share: prompt files, interleaving, medians."""
+"""What the benchmarks share: the default pair's options, prompt files, tables."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-from collections.abc import Iterable, Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from localspec import pairs
+from localspec.bench import prompts, stats
+from localspec.bench.prompts import PromptFile
+from localspec.bench.run import sample_of
+from localspec.bench.stats import median
 from localspec.chat import chat_template
 from localspec.engine import Engine, Result
+
+__all__ = ["median"]
 
 PROMPT_FILES = ("gsm8k", "humaneval", "mbpp", "math500", "mt-bench")
 
@@ -30,7 +37,9 @@ def pair_parser(about: str | None, *, prompts: int) -> argparse.ArgumentParser:
         prompts: default number of prompts per file.
     """
     target, drafter = pairs.default_pair()
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default=target)
     parser.add_argument("--drafter", default=drafter)
     parser.add_argument("--prompts", type=int, default=prompts, help="prompts per file")
@@ -39,10 +48,15 @@ def pair_parser(about: str | None, *, prompts: int) -> argparse.ArgumentParser:
     return parser
 
 
+def read(name: str, count: int) -> PromptFile:
+    """The first turns of the first `count` lines of a prompt file, as single messages."""
+    found = prompts.read_prompts(prompt_dir() / f"{name}.jsonl", count)
+    return PromptFile(name, [turns[:1] for turns in found.conversations])
+
+
 def first_turns(name: str, count: int) -> list[str]:
     """The first turns of the first `count` lines of a prompt file ({"turns": [...]} lines)."""
-    lines = (prompt_dir() / f"{name}.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line)["turns"][0] for line in lines[:count]]
+    return [turns[0] for turns in read(name, count).conversations]
 
 
 def rendered(engine: Engine, content: str) -> str:
@@ -50,14 +64,32 @@ def rendered(engine: Engine, content: str) -> str:
     return chat_template(engine).render([{"role": "user", "content": content}])
 
 
-def median(values: Iterable[float]) -> float:
-    """The median; 0 of nothing."""
-    ordered = list(values)
-    return statistics.median(ordered) if ordered else 0.0
-
-
 def accepted_length(results: Sequence[Result]) -> float:
     """Tokens committed per round over several answers, the bonus token included."""
-    tokens = sum(len(r.token_ids) - 1 for r in results)
-    rounds = sum(len(r.rounds) for r in results)
-    return tokens / rounds if rounds else 0.0
+    return stats.accepted_length(sample_of(r) for r in results)
+
+
+def markdown_row(cells: Iterable[object]) -> str:
+    """A line of a Markdown table."""
+    return "| " + " | ".join(str(c) for c in cells) + " |"
+
+
+def markdown_head(*names: str) -> str:
+    """The first two lines of a Markdown table; all columns but the first are numbers."""
+    return "\n".join([markdown_row(names), markdown_row(["---", *["---:"] * (len(names) - 1)])])
+
+
+@contextmanager
+def busy_core(wanted: bool = True) -> Iterator[None]:
+    """Another process that keeps one core busy meanwhile (a certain one where that can be said)."""
+    if not wanted:
+        yield
+        return
+    spin = "import os\nif hasattr(os, 'sched_setaffinity'):\n"
+    spin += "    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", spin])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()

@@ -1,49 +1,66 @@
 """The auto policy against plain decoding, turn by turn in one run.
 
-python benchmarks/never_slower.py [--prompts 4] [--temp 0]
+    python benchmarks/never_slower.py [--prompts 4] [--temp 0] [--repeats 2]
+    python benchmarks/never_slower.py --busy-core
+    python benchmarks/never_slower.py --drafter useless.gguf
+
+--busy-core keeps one core busy with another process meanwhile; useless_drafter.py writes a drafter
+of random weights. `ratio` is the median over the prompts, `all time` that of all tokens and all
+time of the file.
 """
 
 from __future__ import annotations
 
-from common import PROMPT_FILES, accepted_length, first_turns, median, pair_parser, rendered
-from localspec.engine import DraftOptions, Engine
-from localspec.sampling import SamplingParams
+import contextlib
+
+from common import PROMPT_FILES, busy_core, markdown_head, markdown_row, pair_parser, read
+from localspec.bench.run import run
+from localspec.bench.settings import AUTO, PLAIN
+from localspec.bench.stats import geometric_mean
+from localspec.engine import Engine
 
 
 def main() -> None:
     """Print speeds, their ratio and the accepted length per prompt file."""
     parser = pair_parser(__doc__, prompts=4)
     parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--files", nargs="+", default=PROMPT_FILES)
+    parser.add_argument("--busy-core", action="store_true")
     args = parser.parse_args()
-    every = []
-    with Engine.load(args.target, args.drafter, n_ctx=2048, n_threads=args.threads) as engine:
-        engine.tune()
-        for file in PROMPT_FILES:
-            ratios, plain_speed, auto_speed, results = [], [], [], []
-            for seed, content in enumerate(first_turns(file, args.prompts)):
-                prompt = engine.tokenize(rendered(engine, content))
-                params = SamplingParams(temperature=args.temp, seed=seed)
-                speed = {}
-                for name, draft in (
-                    ("plain", DraftOptions(tokens=0)),
-                    ("auto", DraftOptions.auto()),
-                    ("plain again", DraftOptions(tokens=0)),
-                ):
-                    result = engine.complete(prompt, params, max_tokens=args.tokens, draft=draft)
-                    speed[name] = result.tokens_per_second
-                    if name == "auto":
-                        results.append(result)
-                plain_speed.append((speed["plain"] + speed["plain again"]) / 2)
-                auto_speed.append(speed["auto"])
-                ratios.append(auto_speed[-1] / plain_speed[-1])
-            every += ratios
-            print(
-                f"{file:10s} plain {median(plain_speed):6.1f}  auto {median(auto_speed):6.1f} "
-                f"tokens/s  ratio {median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})  "
-                f"accepted length {accepted_length(results):.2f}",
-                flush=True,
+    ratios = []
+    print(markdown_head("prompts", "plain", "auto", "ratio", "lowest", "all time",
+                        "accepted length", "verified/round"))  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(
+            Engine.load(args.target, args.drafter, n_ctx=2048, n_threads=args.threads)
+        )
+        engine.tune()  # on the quiet machine: that it gets busy must be noticed
+        stack.enter_context(busy_core(args.busy_core))
+        for name in args.files:
+            report = run(
+                engine,
+                [read(name, args.prompts)],
+                [PLAIN, AUTO],
+                temperatures=(args.temp,),
+                max_tokens=args.tokens,
+                repeats=args.repeats,
             )
-    print(f"median ratio of all {median(every):.3f}")
+            (one,) = report.runs
+            plain, auto = one.settings["plain"], one.settings["auto"]
+            assert auto.ratio is not None
+            assert auto.ratio_range is not None
+            ratios.append(auto.ratio)
+            print(
+                markdown_row([
+                    name, f"{plain.tokens_per_second:.1f}", f"{auto.tokens_per_second:.1f}",
+                    f"{auto.ratio:.3f}", f"{auto.ratio_range[0]:.2f}",
+                    f"{auto.overall_speed / plain.overall_speed:.3f}",
+                    f"{auto.accepted_length:.2f}", f"{auto.verified_per_round:.2f}",
+                ]),
+                flush=True,
+            )  # fmt: skip
+    print(f"geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 
 from localspec import pairs
 from localspec.convert import layout
-from localspec.convert.source import Checkpoint, supported
+from localspec.convert.source import Checkpoint, Tensors, supported
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
 
@@ -76,7 +76,10 @@ def check_tensors(checkpoint: Checkpoint) -> None:
             f"{here}: attention_bias is true, but llama.cpp's drafter has no attention biases; "
             "this drafter cannot be converted"
         )
+    _check_backbone(checkpoint)
     needed = [*layout.backbone_rules(config), *layout.head_rules(config)]
+    if checkpoint.draft_tokens is not None:
+        needed.append(layout.OUTPUT)
     rules = {rule.published: rule for rule in (*needed, layout.EMBEDDING, layout.OUTPUT)}
     missing = [rule.published for rule in needed if rule.published not in found]
     if missing:
@@ -104,7 +107,33 @@ def check_tensors(checkpoint: Checkpoint) -> None:
             )
 
 
-def check_out(out: Path, checkpoint: Checkpoint, target: Path) -> None:
+def _check_backbone(checkpoint: Checkpoint) -> None:
+    """Refuse, by name, what llama.cpp's drafter graph cannot compute exactly."""
+    config, here = checkpoint.config, checkpoint.path
+    problem = ""
+    if config.backbone == "gemma4" and not config.attention_k_eq_v:
+        problem = (
+            "attention_k_eq_v is false, but llama.cpp's drafter normalises values only where they "
+            "share their matrix with the keys"
+        )
+    elif config.final_logit_softcapping and checkpoint.draft_tokens is not None:
+        problem = "a reduced vocabulary together with final_logit_softcapping is not supported"
+    elif (here / "mask_embedding.pt").exists():
+        problem = (
+            "mask_embedding.pt holds an embedding of its own for the mask token, but llama.cpp's "
+            "drafter takes all embeddings from one table"
+        )
+    k = config.selector_top_k
+    if config.selector_rank and config.hidden_size < k * (k + 1):
+        problem = (
+            f"selector_top_k is {k}, but the candidates' scores must fit into one hidden state of "
+            f"{config.hidden_size}"
+        )
+    if problem:
+        raise LocalspecError(f"{here}: {problem}; this drafter cannot be converted")
+
+
+def check_out(out: Path, checkpoint: Tensors, target: Path) -> None:
     """Whether `out` and its companion can be written without touching what is read.
 
     Raises:

@@ -59,9 +59,31 @@ LAYER = _rules(
     ("layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight", "ffn width", MATRIX),
     ("layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight", "width ffn", MATRIX),
 )
+# What the Gemma 4 backbone has in other places: its attention and MLP are followed by norms, and
+# keys and values share a matrix. Its fifth norm in place of the one before the MLP.
+GEMMA4_LAYER = tuple(
+    rule for rule in LAYER if "v_proj" not in rule.published and "layernorm" not in rule.published
+) + _rules(
+    ("layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight", "width", VECTOR),
+    ("layers.{}.post_attention_layernorm.weight", "blk.{}.post_attention_norm.weight", "width",
+     VECTOR),
+    ("layers.{}.pre_feedforward_layernorm.weight", "blk.{}.ffn_norm.weight", "width", VECTOR),
+    ("layers.{}.post_feedforward_layernorm.weight", "blk.{}.post_ffw_norm.weight", "width",
+     VECTOR),
+    ("layers.{}.layer_scalar", "blk.{}.layer_output_scale.weight", "1", VECTOR),
+)  # fmt: skip
+# DFlash 2: a dynamic convolution before and after each sublayer (the first dimension).
+CONVOLUTIONS = _rules(
+    ("layers.{}.attention_conv.base_kernel", "blk.{}.attn_conv_base", "2 kernel width", VECTOR),
+    ("layers.{}.attention_conv.kernel_projection.weight", "blk.{}.attn_conv_proj.weight",
+     "kernels width", MATRIX),
+    ("layers.{}.mlp_conv.base_kernel", "blk.{}.ffn_conv_base", "2 kernel width", VECTOR),
+    ("layers.{}.mlp_conv.kernel_projection.weight", "blk.{}.ffn_conv_proj.weight",
+     "kernels width", MATRIX),
+)  # fmt: skip
 MARKOV = _rules(
     ("markov_head.markov_w1.weight", "markov_w1.weight", "vocabulary rank", TABLE),
-    ("markov_head.markov_w2.weight", "markov_w2.weight", "vocabulary rank", TABLE),
+    ("markov_head.markov_w2.weight", "markov_w2.weight", "drafted rank", TABLE),
 )
 HEADS = {
     "none": (),
@@ -76,6 +98,26 @@ HEADS = {
         ("markov_head.joint_proj.weight", "joint_proj.weight", "3rank width+2rank", TABLE),
         ("markov_head.joint_proj.bias", "joint_proj.bias", "3rank", VECTOR),
     ),
+    "selector": _rules(
+        (
+            "candidate_selector.predecessor_codebook",
+            "selector_predecessor.weight",
+            "vocabulary codes",
+            TABLE,
+        ),
+        (
+            "candidate_selector.successor_codebook",
+            "selector_successor.weight",
+            "vocabulary codes",
+            TABLE,
+        ),
+        (
+            "candidate_selector.hidden_projection.weight",
+            "selector_hidden.weight",
+            "codes width",
+            TABLE,
+        ),
+    ),
 }
 # The output file holds the confidence weights as one row over [hidden state ; W1 of the parent].
 CONFIDENCE = _rules(
@@ -85,15 +127,27 @@ CONFIDENCE = _rules(
 # Copies of the target's own matrices; published checkpoints may or may not carry them.
 EMBEDDING, OUTPUT = _rules(
     ("embed_tokens.weight", "token_embd.weight", "vocabulary width", MATRIX),
-    ("lm_head.weight", "output.weight", "vocabulary width", MATRIX),
+    ("lm_head.weight", "output.weight", "drafted width", MATRIX),
 )
 # Head types whose arithmetic llama.cpp's graph knows: their tensors go into the drafter itself.
-IN_GRAPH = frozenset({"none", "vanilla"})
+IN_GRAPH = frozenset({"none", "vanilla", "selector"})
 
 
 def head_type(config: DrafterConfig) -> str:
-    """ "none", "vanilla", "gated" or "rnn"."""
+    """ "none", "vanilla", "gated", "rnn" or DFlash 2's "selector"."""
+    if config.selector_rank:
+        return "selector"
     return config.markov_head_type if config.markov_rank else "none"
+
+
+def in_graph(config: DrafterConfig) -> bool:
+    """Whether llama.cpp's graph can do the head's arithmetic, so that it lies in the drafter.
+
+    The Markov bias comes after the soft-cap, which the graph leaves out (but for DFlash 2).
+    """
+    reshaped = config.final_logit_softcapping is not None or config.logit_scale != 1
+    kind = head_type(config)
+    return kind in IN_GRAPH and not (kind == "vanilla" and reshaped)
 
 
 def sizes(config: DrafterConfig) -> dict[str, int]:
@@ -102,6 +156,7 @@ def sizes(config: DrafterConfig) -> dict[str, int]:
     width, rank = c.hidden_size, c.markov_rank
     return {
         "1": 1,
+        "2": 2,
         "width": width,
         "features": c.num_features,
         "queries": c.num_attention_heads * c.head_dim,
@@ -109,10 +164,14 @@ def sizes(config: DrafterConfig) -> dict[str, int]:
         "head": c.head_dim,
         "ffn": c.intermediate_size,
         "vocabulary": c.vocab_size,
+        "drafted": c.draft_vocab_size or c.vocab_size,  # rows of the output matrix
         "rank": rank,
         "3rank": 3 * rank,
         "width+rank": width + rank,
         "width+2rank": width + 2 * rank,
+        "codes": c.selector_rank,
+        "kernel": c.conv_kernel_size,
+        "kernels": 2 * c.conv_kernel_size * (width // max(1, c.conv_group_size)),
         "confidence": width + (rank if c.confidence_head_with_markov else 0),
     }
 
@@ -120,8 +179,11 @@ def sizes(config: DrafterConfig) -> dict[str, int]:
 def backbone_rules(config: DrafterConfig) -> Iterator[Rule]:
     """The rules of the backbone, layers written out."""
     yield from BACKBONE
+    layers = GEMMA4_LAYER if config.backbone == "gemma4" else LAYER
+    if config.selector_rank:
+        layers += CONVOLUTIONS
     for layer in range(config.num_hidden_layers):
-        for rule in LAYER:
+        for rule in layers:
             yield Rule(rule.published.format(layer), rule.name.format(layer), rule.dims, rule.role)
 
 

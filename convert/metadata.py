@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from localspec.convert import layout
 from localspec.ggufio import GgufFile
 from localspec.models.config import DrafterConfig
 from localspec.pairs import DRAFTER_ARCH, HEADS_ARCH
 
 # llama.cpp's numbers for general.file_type.
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10,
+    "q3_k": 11, "q4_k": 14, "q5_k": 16, "q6_k": 18, "bf16": 32,
+}  # fmt: skip
 QUANTIZATION_VERSION = 2
 HEADS_VERSION = 1
 
@@ -23,7 +28,7 @@ def drafter_metadata(
     Args:
         config: the checkpoint's config.
         target: gives the tokenizer, copied whole.
-        outtype: "f32", "f16", "bf16" or "q8_0".
+        outtype: a key of `FILE_TYPES`.
         has_confidence: a confidence head lies in this file.
         pair_id: names the companion that belongs to this file; "" without one.
     """
@@ -57,6 +62,7 @@ def drafter_metadata(
         "dflash.sample_from_anchor": c.sample_from_anchor,
         "dflash.has_confidence_head": has_confidence,
     }
+    values |= _arithmetic(c)
     if pair_id:
         values["localspec.pair_id"] = pair_id
     windows = [c.window(layer) is not None for layer in range(c.num_hidden_layers)]
@@ -68,6 +74,45 @@ def drafter_metadata(
     )
     values["tokenizer.ggml.mask_token_id"] = c.mask_token_id
     return values
+
+
+def _arithmetic(c: DrafterConfig) -> dict[str, Any]:
+    """Where the backbone computes otherwise than llama.cpp's graph does when nothing is said."""
+    values: dict[str, Any] = {}
+    if c.backbone == "gemma4":
+        values["dflash.attention.scale"] = 1.0
+        values["dflash.hidden_activation"] = "gelu_pytorch_tanh"
+    if c.causal:
+        values["dflash.attention.causal"] = True
+    for key, value, usual in (
+        ("embedding_scale", c.embedding_scale, 1.0),
+        ("attention.value_scale", c.attention_value_scale, 1.0),
+        # The graph applies these two for DFlash 2 only; for the others localspec does.
+        ("logit_scale", c.logit_scale, 1.0),
+        ("final_logit_softcapping", c.final_logit_softcapping, None),
+    ):
+        if value != usual:
+            values[f"dflash.{key}"] = value
+    if c.selector_rank:
+        values |= {
+            "dflash.conv_kernel_size": c.conv_kernel_size,
+            "dflash.conv_group_size": c.conv_group_size,
+            "dflash.selector_rank": c.selector_rank,
+            "dflash.selector_top_k": c.selector_top_k,
+        }
+    return values
+
+
+def rope_factors(c: DrafterConfig) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    """[head_dim / 2] divisors of the rotary frequencies, None where every pair turns.
+
+    llama.cpp has no share of pairs that turn in place; pairs slowed down by 1e30 stand still.
+    """
+    if c.partial_rotary_factor == 1:
+        return None
+    factors = np.full(c.head_dim // 2, 1e30, np.float32)
+    factors[: int(c.partial_rotary_factor * c.head_dim / 2)] = 1
+    return factors
 
 
 def heads_metadata(config: DrafterConfig, target: GgufFile, pair_id: str) -> dict[str, Any]:

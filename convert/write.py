@@ -6,7 +6,6 @@ the bytes it is stored as: types stay what they are, and tokens that are no vali
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import struct
@@ -19,7 +18,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from localspec.convert.source import Checkpoint, Floats
+from localspec import llama
+from localspec.convert.source import Floats, Tensors
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
 
@@ -28,6 +28,7 @@ _U32, _F32, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9
 _COPY_BYTES = 4 << 20
 # The largest magnitude each type can hold; above it a value would silently become infinite.
 _LARGEST = {Type.F32: math.inf, Type.F16: 65504.0, Type.BF16: 3.3895e38, Type.Q8_0: 65504.0 * 127}
+_LARGEST_SCALE = 65504.0  # the other types hold a half-precision scale and few steps
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Output:
 
 
 def encoded(
-    checkpoint: Checkpoint, source_name: str, name: str, kind: Type,
+    checkpoint: Tensors, source_name: str, name: str, kind: Type,
     shape: tuple[int, ...] | None = None,
 ) -> Output:  # fmt: skip
     """A tensor of the checkpoint as `kind`; a larger `shape` is filled up with zeros at the end."""
@@ -67,7 +68,7 @@ def encoded(
 
     def blocks() -> Iterator[tuple[bytes, int]]:
         for values, cost in finite_chunks(checkpoint, source_name):
-            if np.abs(values).max(initial=0.0) > _LARGEST[kind]:
+            if _largest(values) > _LARGEST.get(kind, _LARGEST_SCALE):
                 raise LocalspecError(
                     f"{checkpoint.path}: tensor {source_name} has values beyond the range of "
                     f"{kind.name}; use --outtype bf16 or f32"
@@ -94,7 +95,19 @@ def copied(target: GgufFile, source_name: str, name: str) -> Output:
     return Output(name, info.shape, Type[info.type_name], source_name, info.nbytes, blocks)
 
 
-def finite_chunks(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Floats, int]]:
+def integers(name: str, values: np.ndarray[Any, np.dtype[np.int64]]) -> Output:
+    """A list of whole numbers that is already in memory."""
+    data = values.astype("<i8").tobytes()
+    return Output(name, values.shape, Type.I64, name, len(data), lambda: iter([(data, len(data))]))
+
+
+def numbers(name: str, values: Floats) -> Output:
+    """A list of numbers that is already in memory."""
+    data = values.astype("<f4").tobytes()
+    return Output(name, values.shape, Type.F32, name, len(data), lambda: iter([(data, len(data))]))
+
+
+def finite_chunks(checkpoint: Tensors, name: str) -> Iterator[tuple[Floats, int]]:
     """The chunks of a checkpoint tensor with the stored bytes each stands for.
 
     Raises:
@@ -103,7 +116,7 @@ def finite_chunks(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Floats, i
     tensor = checkpoint.tensors[name]
     itemsize = tensor.nbytes // max(1, math.prod(tensor.shape))
     for values in checkpoint.chunks(name):
-        if not np.isfinite(values).all():
+        if not math.isfinite(_largest(values)):
             what = "NaN" if np.isnan(values).any() else "infinite"
             raise LocalspecError(
                 f"{checkpoint.path}: tensor {name} has {what} values; the checkpoint is damaged "
@@ -127,14 +140,15 @@ def write_gguf(
             stored form, see `GgufFile.stored_value`).
         outputs: the tensors, in file order.
         advance: called after each block with the tensor's name and the source bytes read.
-        digest: a hashlib object that is fed everything written.
+        digest: a hashlib object that is fed everything written; None where nothing needs it.
 
     Raises:
         LocalspecError: bad values in a tensor or in the metadata.
         OSError: the file cannot be written.
     """
-    digest = digest if digest is not None else hashlib.sha256()
-    with open(path, "wb") as f:
+    path.unlink(missing_ok=True)
+    # A link planted under this name is not followed.
+    with open(path, "xb") as f:
         _put(f, _header(metadata, outputs), digest)
         for output in outputs:
             _put(f, bytes(-f.tell() % ALIGNMENT), digest)
@@ -187,7 +201,14 @@ def fill_in(path: Path, key: str, text: str) -> None:
 
 def _put(f: BinaryIO, data: bytes, digest: Any) -> None:
     f.write(data)
-    digest.update(data)
+    if digest is not None:
+        digest.update(data)
+
+
+def _largest(values: Floats) -> float:
+    """The largest magnitude; NaN when there is one, which both extremes then are."""
+    largest, least = float(values.max(initial=0.0)), float(values.min(initial=0.0))
+    return math.nan if math.isnan(least) else max(largest, -least)
 
 
 def _encode(values: Floats, kind: Type) -> bytes:
@@ -198,7 +219,7 @@ def _encode(values: Floats, kind: Type) -> bytes:
     if kind == Type.F16:
         return flat.astype("<f2").tobytes()
     # One long row instead of many short ones: the same blocks, in far fewer calls.
-    return bytes(gguf.quants.quantize(flat, kind).tobytes())
+    return llama.quantize_rows(flat, kind.name.lower()).tobytes()
 
 
 def _header(metadata: Mapping[str, Any], outputs: Sequence[Output]) -> bytes:

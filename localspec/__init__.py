@@ -18,6 +18,7 @@ from localspec.errors import LocalspecError
 if TYPE_CHECKING:
     from localspec.chat import Chat
     from localspec.engine import DraftOptions, Engine, Prefill, Result, Round, Seconds, Step
+    from localspec.memory import MemoryEstimate, estimate
     from localspec.sampling import SamplingParams
 
 # Loaded when first used, so that `import localspec` costs next to nothing.
@@ -25,12 +26,14 @@ _LAZY = {
     "Chat": "localspec.chat",
     "DraftOptions": "localspec.engine",
     "Engine": "localspec.engine",
+    "MemoryEstimate": "localspec.memory",
     "Prefill": "localspec.engine",
     "Result": "localspec.engine",
     "Round": "localspec.engine",
     "SamplingParams": "localspec.sampling",
     "Seconds": "localspec.engine",
     "Step": "localspec.engine",
+    "estimate": "localspec.memory",
 }
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "DraftOptions",
     "Engine",
     "LocalspecError",
+    "MemoryEstimate",
     "Prefill",
     "Result",
     "Round",
@@ -45,6 +49,7 @@ __all__ = [
     "Seconds",
     "Step",
     "__version__",
+    "estimate",
 ]
 
 

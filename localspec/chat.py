@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from os import PathLike
+from typing import TypeVar
 
+from localspec import aio, transcript
 from localspec.engine import DraftOptions, Engine, Result, Step
 from localspec.errors import LocalspecError
 from localspec.sampling import SamplingParams
 from localspec.template import ChatTemplate
+from localspec.turns import ThreadedTurn, Turn
+
+C = TypeVar("C", bound="Chat")
+Message = dict[str, str]
+_BUSY = "this conversation is being answered; finish, close or cancel that first"
 
 
 class Chat:
     """A conversation with an engine.
 
+    One answer at a time; several conversations may share an engine. The engine's KV cache holds
+    the tokens of one of them: when another one has spoken in between, what the two do not share is
+    evaluated again (correct, but slower).
+
     Args:
-        engine: it should be used by one conversation at a time: another prompt in between makes
-            the next turn evaluate everything again (correct, but slower).
+        engine: what answers.
         system: the system message; the template's default when left out.
-        params: sampling for every turn.
-        draft: drafting for every turn.
+        params: sampling.
+        draft: drafting.
 
     Attributes:
-        messages: the conversation so far, mappings with "role" and "content".
-        last: the result of the last turn, complete or stopped.
+        messages: the conversation so far, mappings with "role" and "content". May be changed
+            between turns; what is new is evaluated with the next answer.
+        params: sampling of the next answers; greedy when None.
+        draft: drafting of the next answers; the policy decides when None.
+        last: the result of the last answer, complete or stopped.
 
     Raises:
         LocalspecError: the target has no chat template.
@@ -40,25 +55,43 @@ class Chat:
         self.template = chat_template(engine)
         self._system = system
         self.last: Result | None = None
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[Message] = []
+        self._answering = threading.Lock()
+        self._turn: Turn | None = None
         self.reset()
 
     def reset(self) -> None:
         """Start over; the system message stays."""
+        self._check_idle()
         self.messages.clear()
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
         self.last = None
-        # The rendered conversation up to here and the tokens that stand for it.
-        self._text, self._ids = "", list[int]()
+        # A rendered conversation, the tokens that stand for it, and the places (characters,
+        # tokens) up to which both are known to belong together.
+        self._text, self._ids, self._marks = "", list[int](), list[tuple[int, int]]()
+
+    @property
+    def system(self) -> str | None:
+        """The system message; setting it changes the conversation from its beginning."""
+        return self._system
+
+    @system.setter
+    def system(self, content: str | None) -> None:
+        self._check_idle()
+        if self.messages and self.messages[0]["role"] == "system":
+            del self.messages[0]
+        if content is not None:
+            self.messages.insert(0, {"role": "system", "content": content})
+        self._system = content
 
     def send(
         self, content: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """Say something and stream the answer.
 
-        Closing the generator, or an exception while it runs, ends the answer; what was said so far
-        stays in the conversation.
+        Closing the generator, cancelling, or an exception while it runs ends the answer; what was
+        said so far stays in the conversation.
 
         Args:
             content: the user's message.
@@ -66,54 +99,216 @@ class Chat:
             stop: strings that end it.
 
         Raises:
-            LocalspecError: the conversation does not fit the context any more (the message is
-                taken back), or the template refuses it.
+            LocalspecError: the conversation does not fit the context any more or the template
+                refuses it (the message is taken back), or another answer is under way.
         """
-        self.messages.append({"role": "user", "content": content})
-        try:
-            text = self.template.render(self.messages)
-            ids = self._tokenize(text)
-            steps = self.engine.generate(
-                ids, self.params, max_tokens=max_tokens, draft=self.draft, stop=stop
+
+        def said() -> list[Message]:
+            return [*self.messages, {"role": "user", "content": content}]
+
+        return self._answer(said, max_tokens, stop)
+
+    def regenerate(
+        self, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Generator[Step, None, None]:
+        """Answer the last user message (again). What was evaluated up to it is reused.
+
+        With greedy sampling, or with a fixed seed, the answer is the same again.
+
+        Raises:
+            LocalspecError: there is no user message, or as `send`; the old answer stays then.
+        """
+        return self._answer(self._to_answer_again, max_tokens, stop)
+
+    def astream(
+        self, content: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> aio.AsyncSteps:
+        """`send` for `async for`: rounds run in a worker thread. Cancelling the task, or leaving
+        the loop, cancels the answer."""
+
+        def said() -> list[Message]:
+            return [*self.messages, {"role": "user", "content": content}]
+
+        return self._aanswer(said, max_tokens, stop)
+
+    def aregenerate(
+        self, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> aio.AsyncSteps:
+        """`regenerate` for `async for`."""
+        return self._aanswer(self._to_answer_again, max_tokens, stop)
+
+    def cancel(self) -> None:
+        """End the answer under way, from any thread.
+
+        It ends within one round with the finish reason "cancelled", also while it waits for the
+        engine. Without effect when no answer is under way.
+        """
+        turn = self._turn
+        if turn is not None:
+            self.engine._turns.cancel(turn)
+
+    def edit(self, turn: int, content: str) -> None:
+        """Say something else instead; everything after it is dropped. `regenerate` answers it.
+
+        Args:
+            turn: index of a user message in `messages` (negative ones count from the end).
+            content: what it says from now on.
+
+        Raises:
+            LocalspecError: there is no such user message, or an answer is under way.
+        """
+        self._check_idle()
+        if not -len(self.messages) <= turn < len(self.messages):
+            raise LocalspecError(
+                f"there is no message {turn}; the conversation has {len(self.messages)}"
             )
-        except BaseException:
-            self.messages.pop()
-            raise
-        result = Result()
-        self.last = result
+        turn %= len(self.messages)
+        role = self.messages[turn]["role"]
+        if role != "user":
+            raise LocalspecError(f"message {turn} is the {role}'s; edit one of the user's")
+        self.messages[turn:] = [{"role": "user", "content": content}]
+
+    def branch(self: C) -> C:
+        """A conversation of its own that goes on from here, on the same engine.
+
+        Raises:
+            LocalspecError: an answer is under way.
+        """
+        self._check_idle()
+        other = type(self)(self.engine, system=self._system, params=self.params, draft=self.draft)
+        other.messages[:] = [dict(m) for m in self.messages]
+        other.last = self.last
+        other._text, other._ids, other._marks = self._text, list(self._ids), list(self._marks)
+        return other
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the conversation and its sampling to a JSON file, whole or not at all.
+
+        Raises:
+            LocalspecError: the file cannot be written.
+        """
+        name = self.engine.model.meta("general.name") or self.engine.model.path.stem
+        transcript.save(path, self.messages, self.params, model=name)
+
+    @classmethod
+    def load(
+        cls: type[C],
+        engine: Engine,
+        path: str | PathLike[str],
+        *,
+        params: SamplingParams | None = None,
+        draft: DraftOptions | None = None,
+    ) -> C:
+        """A conversation from a file written by `save`, on any engine.
+
+        Args:
+            engine: what answers from now on.
+            path: the file.
+            params: sampling; what was saved when left out.
+            draft: drafting.
+
+        Raises:
+            LocalspecError: the file cannot be read or is no saved conversation.
+        """
+        saved = transcript.load(path)
+        system = None
+        if saved.messages and saved.messages[0]["role"] == "system":
+            system = saved.messages[0]["content"]
+        chat = cls(engine, system=system, params=params or saved.params, draft=draft)
+        chat.messages[:] = saved.messages
+        return chat
+
+    def _to_answer_again(self) -> list[Message]:
+        users = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
+        if not users:
+            raise LocalspecError("there is no user message to answer; send one first")
+        return self.messages[: users[-1] + 1]
+
+    def _aanswer(
+        self, said: Callable[[], list[Message]], max_tokens: int | None, stop: Sequence[str]
+    ) -> aio.AsyncSteps:
+        turn = ThreadedTurn()
+
+        def start() -> Generator[Step, None, None]:
+            return self._answer(said, max_tokens, stop, turn)
+
+        return aio.AsyncSteps(start, turn, self.engine._turns)
+
+    def _answer(
+        self,
+        said: Callable[[], list[Message]],
+        max_tokens: int | None,
+        stop: Sequence[str],
+        turn: Turn | None = None,
+    ) -> Generator[Step, None, None]:
+        """Answer the messages that `said` gives; they take effect when they can be answered."""
+        turn = turn or Turn()
+        self._begin_answering()
+        self._turn = turn
         try:
-            for step in steps:
-                result.add(step)
-                yield step
+            messages = said()
+            text = self.template.render(messages)
+            ids = self._tokenize(text)
+            steps = self.engine._start(turn, ids, self.params, max_tokens, self.draft, stop, None)
+            self.messages[:] = messages
+            result = self.last = Result()
+            try:
+                for step in steps:
+                    result.add(step)
+                    yield step
+            finally:
+                steps.close()
+                self.messages.append({"role": "assistant", "content": result.text})
+                self._remember(text, ids, result)
         finally:
-            self.messages.append({"role": "assistant", "content": result.text})
-            self._remember(text, ids, result)
+            self._turn = None
+            self._answering.release()
+
+    def _begin_answering(self) -> None:
+        # An answer that was left (`async for` ... `break`) is about to end in its worker.
+        turn = self._turn
+        patience = -1 if turn is not None and turn.abandoned else 0.02
+        if not self._answering.acquire(timeout=patience):
+            raise LocalspecError(_BUSY)
+
+    def _check_idle(self) -> None:
+        self._begin_answering()
+        self._answering.release()
 
     def _remember(self, text: str, ids: list[int], result: Result) -> None:
         model, answer = self.engine.model, list(result.token_ids)
-        if model.text([t for t in answer if not model.is_end(t)]) != result.text:
-            # A stop string or half a character was cut off: the tokens say more than the text.
-            answer, ids, text = [], [], ""
-        self._text, self._ids = text + (result.text if text else ""), [*ids, *answer]
+        self._text, self._ids = text, ids
+        self._marks.append((len(text), len(ids)))
+        # Otherwise a stop string or half a character was cut off: the tokens say more.
+        if model.text([t for t in answer if not model.is_end(t)]) == result.text:
+            self._text, self._ids = text + result.text, ids + answer
+            self._marks.append((len(self._text), len(self._ids)))
 
     def _tokenize(self, text: str) -> list[int]:
-        """Tokens of the rendered conversation, extending the ones that are cached already.
+        """Tokens of the rendered conversation, extending the ones that are known already.
 
         Generated text, tokenized again, need not give the tokens that were generated. Keeping
-        those and tokenizing only what follows is faithful and leaves the KV cache valid.
+        those and tokenizing only what follows is faithful and leaves the KV cache valid. After an
+        edit, or when the template drops an earlier part, what is kept ends where they part.
         """
         model = self.engine.model
-        if not self._text or not text.startswith(self._text):
+        while self._marks and not text.startswith(self._text[: self._marks[-1][0]]):
+            self._marks.pop()
+        if not self._marks:
             return self.engine.tokenize(text)
-        ids, rest = list(self._ids), text[len(self._text) :]
+        n_text, n_ids = self._marks[-1]
+        ids, rest = self._ids[:n_ids], text[n_text:]
         if ids and model.is_end(ids[-1]):
             end = model.text(ids[-1:], special=True)
             if rest.startswith(end):
                 rest = rest[len(end) :]
             else:
                 ids.pop()
+        if not rest:
+            return ids
         new = model.tokenize(rest)
         if model.text(new, special=True) != rest:  # e.g. a tokenizer that adds a space in front
+            self._marks.clear()
             return self.engine.tokenize(text)
         return ids + new
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,7 @@ from localspec.errors import LocalspecError
 from localspec.heads import Heads
 from localspec.llama import Context
 from localspec.pairs import DrafterInfo
+from localspec.topk import shortlist
 from localspec.tree import Block
 
 Floats = npt.NDArray[np.float32]
@@ -18,6 +21,8 @@ Floats = npt.NDArray[np.float32]
 DRAFTER_WINDOW = 4096
 # Feature rows that go into the KV cache in one pass.
 INJECT_ROWS = 256
+# The logit of a token that cannot be drafted; infinity would not survive a subtraction.
+_OUT_OF_REACH = np.float32(-1e9)
 
 
 class Drafter:
@@ -37,18 +42,21 @@ class Drafter:
     def __init__(
         self, context: Context, info: DrafterInfo, heads: Heads, window: int = DRAFTER_WINDOW
     ) -> None:
-        self.context, self.info, self.heads, self.window = context, info, heads, window
+        self.context, self.info, self.heads = context, info, heads
+        self.window = window if info.window is None else min(window, info.window)
         self.n_absorbed = 0
         self._first = 0  # the oldest position it still has
         self._waiting: list[Floats] = []
         self._n_waiting = 0
+        self._selected: Floats | None = None  # kept: filling so many floats takes milliseconds
+        self._selected_at: list[npt.NDArray[np.intp]] = []
 
     @property
     def n_past(self) -> int:
         """Positions whose features it has."""
         return self.n_absorbed + self._n_waiting
 
-    def absorb(self, features: Floats) -> None:
+    def absorb(self, features: Floats, tokens: Sequence[int] = ()) -> None:
         """Take the features of the next positions.
 
         They go into the KV cache with the next proposal, or in batches when they pile up, so
@@ -56,6 +64,7 @@ class Drafter:
 
         Args:
             features: [n, len(target_layers) * n_embd] float32, kept until then.
+            tokens: the tokens at those positions, which only autoregressive drafters read.
         """
         self._waiting.append(features)
         self._n_waiting += len(features)
@@ -70,12 +79,14 @@ class Drafter:
         for at in range(0, len(rows), INJECT_ROWS):
             chunk = rows[at : at + INJECT_ROWS]
             start = self.n_absorbed
-            oldest = start + len(chunk) - self.window
+            end = start + len(chunk)
+            oldest = end - self.window
             if oldest > self._first:
                 self.context.seq_remove(0, 0, oldest)
                 self._first = oldest
-            self.context.decode_features(chunk, np.arange(start, start + len(chunk)))
-            self.n_absorbed += len(chunk)
+            start = max(start, oldest)  # rows that would leave the window at once stay out
+            self.context.decode_features(chunk[start - end :], np.arange(start, end))
+            self.n_absorbed = end
 
     def propose(self, anchor: int, depth: int | None = None) -> Block:
         """One block pass after the absorbed positions.
@@ -106,10 +117,29 @@ class Drafter:
             )
         hidden = self.context.hidden()[first:last] if self.heads.needs_hidden else None
         baked = None
-        if self.heads.kind == "vanilla":
+        if self.info.logit_scale != 1 or self.info.softcap:
+            logits = _reshaped(logits, self.info.logit_scale, self.info.softcap)
+        if self.info.top_k:
+            logits = self._candidates(logits, self.info.top_k)
+        if self.heads.kind == "vanilla" and self.info.heads_path is None:
             # llama.cpp's graph has added the bias of the greedy chain, parent by parent.
             baked = np.concatenate([[anchor], logits[:-1].argmax(axis=1)]).astype(np.int32)
         return Block(anchor, logits, hidden, baked)
+
+    def _candidates(self, logits: Floats, k: int) -> Floats:
+        """[D, V] with everything but the k largest of each row out of reach."""
+        if self._selected is None:
+            shape = (self.info.max_depth, logits.shape[1])
+            self._selected = np.full(shape, _OUT_OF_REACH, np.float32)
+        for kept, at in zip(self._selected, self._selected_at, strict=False):
+            kept[at] = _OUT_OF_REACH
+        self._selected_at = []
+        for row, kept in zip(logits, self._selected, strict=False):
+            at = shortlist(row, k)
+            at = at[np.argsort(-row[at], kind="stable")[:k]]
+            kept[at] = row[at]
+            self._selected_at.append(at)
+        return self._selected[: len(logits)]
 
     def cut_point(self, n: int) -> int:
         """How many of the first `n` positions it could go on from: `n`, fewer, or none.
@@ -120,6 +150,10 @@ class Drafter:
         n = min(n, self.n_past)
         return 0 if self._first > 0 and n - self._first < self.window // 2 else n
 
+    def clear(self) -> None:
+        """After `cut(0)`: make the KV cache what it is after loading."""
+        self.context.clear()
+
     def cut(self, n: int) -> None:
         """Forget everything from position `n` on."""
         if n < self.n_past:
@@ -128,3 +162,13 @@ class Drafter:
         self.n_absorbed = min(n, self.n_absorbed)
         self._first = min(self._first, self.n_absorbed)
         self.context.seq_remove(0, self.n_absorbed)
+
+
+def _reshaped(logits: Floats, scale: float, softcap: float) -> Floats:
+    """[D, V] logits as the output matrix gives them -> as the model means them."""
+    if not softcap:
+        return logits * np.float32(scale)
+    out = logits * np.float32(scale / softcap)
+    np.tanh(out, out=out)
+    out *= np.float32(softcap)
+    return out

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from localspec.drafter import Drafter
+from localspec.eagle import EagleDrafter, EagleRollout
 from localspec.errors import LocalspecError
 from localspec.heads import Heads
 from localspec.policy import AutoPolicy, ContextOdds
+from localspec.rollout import draw_tree, grow_tree
 from localspec.sampled import sample_tree
 from localspec.sampling import Sampler
 from localspec.suffix import SuffixIndex
@@ -24,6 +26,8 @@ MAX_LEAVES = 32
 MAX_ROLLBACK = 16
 # Shorter repeats than this are chance.
 MIN_MATCH = 2
+# Kernels change after passes of 8 rows on CUDA, Metal and Vulkan: deterministic trees end there.
+DETERMINISTIC_NODES = 7
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class DraftOptions:
         frontier: nodes per level that get children (trees only).
         context: also draft what followed the last time the text went like this; works without
             a drafter too.
+        deterministic: the same prompt, seed and settings give the same tokens in the same rounds
+            on the same machine, every time (docs/exactness.md says what that takes).
 
     Raises:
         LocalspecError: a value is out of range.
@@ -49,6 +55,7 @@ class DraftOptions:
     width: int = 1
     frontier: int = 12
     context: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in ("fixed", "auto"):
@@ -61,9 +68,15 @@ class DraftOptions:
             raise LocalspecError(f"draft frontier must be at least 1, not {self.frontier}")
 
     @classmethod
-    def auto(cls) -> DraftOptions:
+    def auto(cls, *, deterministic: bool = False) -> DraftOptions:
         """The policy decides everything: how much, which shape, from where, or not at all."""
-        return cls(policy="auto", tokens=MAX_NODES - 1, width=4, context=True)
+        return cls(
+            policy="auto",
+            tokens=MAX_NODES - 1,
+            width=4,
+            context=True,
+            deterministic=deterministic,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,11 +87,17 @@ class Draft:
         tree: what goes to the target.
         drafted: nodes there were to choose from.
         seconds: the drafter's time in llama.cpp.
+        paused: the drafter was left alone because it has not been paying.
+        probing: it was asked only to see whether it pays again.
+        chosen: nodes that the policy, or the user, wanted verified.
     """
 
     tree: DraftTree
     drafted: int
     seconds: float
+    paused: bool = False
+    probing: bool = False
+    chosen: int = 0
 
 
 class Drafting:
@@ -91,16 +110,18 @@ class Drafting:
         sampler: the generation's.
         prompt: its prompt.
         auto: the engine's policy when `options.policy` is "auto", else None.
+        pad: give passes of a single row a second one, so that all use one kernel family.
     """
 
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None,
+        drafter: Drafter | EagleDrafter | None,
         options: DraftOptions,
         sampler: Sampler,
         prompt: Sequence[int],
         auto: AutoPolicy | None,
+        pad: bool = False,
     ) -> None:
         self._target, self._drafter, self._sampler = target, drafter, sampler
         self._options = options
@@ -113,6 +134,9 @@ class Drafting:
         self._most = options.tokens
         if self._chains_only:
             self._most = min(self._most, target.context.rollback)
+        if options.deterministic and auto is not None:
+            self._most = min(self._most, DETERMINISTIC_NODES)
+        self._pad = pad and self._most > 0
         self._branch: list[int] = []
         self._match = 0
         self._drafter_tree = DraftTree.empty()
@@ -130,6 +154,13 @@ class Drafting:
             room: cells left in the KV cache beside the anchor's.
             left: tokens left to generate; deeper nodes would be wasted.
         """
+        draft = self._draft(anchor, room=room, left=left)
+        if self._pad and room > 0 and len(draft.tree) == 0:
+            # Any token is a draft; the anchor itself is as good as another.
+            return replace(draft, tree=DraftTree.chain([anchor]))
+        return draft
+
+    def _draft(self, anchor: int, *, room: int, left: int) -> Draft:
         nodes = min(self._most, room)
         depth = min(nodes, left - 1)
         self._branch, self._match, self._drafter_tree = [], 0, DraftTree.empty()
@@ -143,46 +174,83 @@ class Drafting:
                 odds = self._odds.odds(match.length, len(match.tokens))
         # Where only a chain can be verified, a repeat goes before the drafter.
         ask = self._drafter is not None and not (self._chains_only and self._branch)
-        if self._auto is not None:
-            ask = ask and self._auto.pacing.ask()
+        paused = probing = False
+        if self._auto is not None and ask:
+            losing = not self._auto.pacing.pays
+            ask = self._auto.pacing.ask()
+            paused, probing = not ask, losing and ask
         block, seconds = self._block(anchor, depth) if ask else (None, 0.0)
         if block is None and not self._branch:
-            return Draft(DraftTree.empty(), 0, seconds)
+            return Draft(DraftTree.empty(), 0, seconds, paused, probing)
         rejects = self._sampler.params.rejects
         if self._auto is None and rejects:
             tree = self._drawn(block, nodes, odds)
-            return Draft(tree, len(tree), seconds)
+            return Draft(tree, len(tree), _seconds(block, seconds), chosen=len(tree))
         tree = self._likeliest(block, nodes, odds)
-        drafted = len(tree)
+        drafted = chosen = len(tree)
         if self._auto is not None:
             tree = self._auto.choose(tree, self._target.n_past, drafted=block is not None)
+            chosen = len(tree)
             if rejects:
                 # How many nodes to draw is decided on the drafter's distribution alone, before
                 # anything is drawn: no peeking.
                 tree = self._drawn(block, len(tree), odds)
-        return Draft(tree.prune_leaves(self._target.max_leaves), drafted, seconds)
+        return Draft(
+            tree.prune_leaves(self._target.max_leaves),
+            drafted,
+            _seconds(block, seconds),
+            paused,
+            probing,
+            chosen,
+        )
 
-    def _likeliest(self, block: Block | None, nodes: int, odds: Sequence[float]) -> DraftTree:
+    def _likeliest(
+        self, block: Block | EagleRollout | None, nodes: int, odds: Sequence[float]
+    ) -> DraftTree:
         """The best nodes of drafter and context together; does not depend on chance."""
         tree = DraftTree.empty()
-        if block is not None:
+        frontier = 1 if self._width == 1 else self._options.frontier
+        calibrate = None if self._auto is None else self._auto.survival.log_odds
+        if isinstance(block, EagleRollout):
+            tree = grow_tree(
+                block,
+                budget=nodes,
+                children=self._width,
+                frontier=frontier,
+                calibrate=calibrate,
+            )
+        elif block is not None:
             tree = build_tree(
                 block,
                 self._heads,
                 budget=nodes,
                 children=self._width,
-                frontier=1 if self._width == 1 else self._options.frontier,
-                calibrate=None if self._auto is None else self._auto.survival.log_odds,
+                frontier=frontier,
+                calibrate=calibrate,
+                ask_confidence=self._auto is not None and self._auto.survival.asks_confidence,
             )
-            self._drafter_tree = tree
+        self._drafter_tree = tree
         if self._branch:
             tree = merge_branch(tree, self._branch, np.cumsum(np.log(odds)).tolist()).best(nodes)
         return tree
 
-    def _drawn(self, block: Block | None, nodes: int, odds: Sequence[float]) -> DraftTree:
+    def _drawn(
+        self, block: Block | EagleRollout | None, nodes: int, odds: Sequence[float]
+    ) -> DraftTree:
         """Nodes drawn from the drafter, for rejection sampling."""
         if nodes == 0:
             return DraftTree.empty()
+        if isinstance(block, EagleRollout):
+            return draw_tree(
+                block,
+                rng=self._sampler.draft_rng,
+                draft_distribution=self._sampler.draft_distribution,
+                budget=nodes,
+                width=self._width,
+                most_leaves=self._target.max_leaves,
+                branch=self._branch,
+                branch_odds=odds,
+            )
         return sample_tree(
             block,
             self._heads,
@@ -195,7 +263,7 @@ class Drafting:
             branch_odds=odds,
         )
 
-    def _block(self, anchor: int, depth: int) -> tuple[Block, float]:
+    def _block(self, anchor: int, depth: int) -> tuple[Block | EagleRollout, float]:
         assert self._drafter is not None
         started = time.perf_counter()
         block = self._drafter.propose(anchor, depth)
@@ -215,6 +283,12 @@ class Drafting:
         self._auto.last_size = size
         # The pass began before what it committed (the anchor takes the bonus token's place).
         depth = self._target.n_past - len(committed)
-        self._auto.curve.observe(size, depth, verify_seconds)
+        if not self._options.deterministic:
+            self._auto.curve.observe(size, depth, verify_seconds)
         self._auto.learn_draft(self._drafter_tree, committed)
         self._auto.learn_branch(self._match, self._branch, committed)
+
+
+def _seconds(block: Block | EagleRollout | None, proposal: float) -> float:
+    """The drafter's time: that of the proposal, and of the levels that were asked for later."""
+    return block.seconds if isinstance(block, EagleRollout) else proposal

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec import pairs, tuning
+from localspec import (
+    aio,
+    calibration_file,
+    determinism,
+    eagle,
+    eagle_wide,
+    memory,
+    mtp,
+    pairs,
+    tuning,
+)
 from localspec.accept import Acceptance, accept_match, accept_rejection
+from localspec.calibration import Calibration
 from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS, Drafter
 from localspec.drafting import MAX_LEAVES, MAX_NODES, MAX_ROLLBACK, Drafting, DraftOptions
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
 from localspec.heads import Heads
 from localspec.llama import (
+    MIN_N_CTX,
     Context,
     ContextOptions,
     Model,
     ModelOptions,
     default_threads,
     has_gpu,
+    valid_context,
 )
 from localspec.policy import AutoPolicy, CostCurve
 from localspec.sampling import Sampler, SamplingParams
@@ -32,6 +49,7 @@ from localspec.steps import Prefill, Result, Round, Seconds, Step
 from localspec.target import Target
 from localspec.text import TextStream
 from localspec.tree import DraftTree
+from localspec.turns import ThreadedTurn, Turn, Turns
 
 __all__ = ["DraftOptions", "Engine", "Prefill", "Result", "Round", "Seconds", "Step"]
 
@@ -44,18 +62,36 @@ logger = logging.getLogger("localspec")
 class Engine:
     """A target, perhaps a drafter, and the conversation in their KV caches.
 
-    Made by `Engine.load`. One generation at a time; an engine is not for several threads at once.
+    Made by `Engine.load`. One generation at a time: a generation holds the engine from its first
+    step until it ends or is closed, and other threads that want to generate wait for their turn,
+    first come, first served. The thread (or asyncio task) that has a generation under way must
+    finish or close it before it starts another.
     """
 
-    def __init__(self, model: Model, target: Target, drafter: Drafter | None, n_ctx: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        target: Target,
+        drafter: Drafter | eagle.EagleDrafter | None,
+        n_ctx: int,
+    ) -> None:
         self.model, self.n_ctx = model, n_ctx
         self._target, self._drafter = target, drafter
         self._cached: list[int] = []  # the tokens whose positions are in the KV caches
-        self._running = False
+        self._turns = Turns()
+        # Held while llama.cpp works, so that nothing is freed under it.
+        self._working = threading.RLock()
+        self._working_thread: int | None = None
+        self._pid = os.getpid()
+        # What a user should know about how it was loaded, e.g. that fit=True shortened the context.
+        self.notes: tuple[str, ...] = ()
         # For debugging: called with every verified tree and the accepted nodes.
         self.on_verified: Callable[[DraftTree, tuple[int, ...]], None] | None = None
         self._owned: list[Context | Model | GgufFile] = []
         self._auto: AutoPolicy | None = None
+        self._tuning: tuning.Tuning | None = None
+        self._calibration: Calibration | None = None
+        self._single_rows_differ: bool | None = None  # not known before it is needed
         # What the measured times depend on.
         self._files: list[Path] = []
         self._settings: list[object] = []
@@ -75,13 +111,16 @@ class Engine:
         drafter_window: int = DRAFTER_WINDOW,
         use_mmap: bool = True,
         use_mlock: bool = False,
+        fit: bool = False,
+        check_memory: bool = True,
         progress: Callable[[float], bool | None] | None = None,
     ) -> Engine:
         """Load a target and, if given, its drafter.
 
         Args:
             target: GGUF of the target.
-            drafter: GGUF of a drafter for it.
+            drafter: GGUF of a drafter for it; "mtp" for the multi-token prediction layers inside
+                the target's own file.
             n_ctx: context length in tokens; 0 takes what the target was trained with.
             n_batch: tokens per prefill pass.
             n_threads: CPU threads; 0 means one per physical core.
@@ -92,10 +131,14 @@ class Engine:
                 and time stop growing with the context.
             use_mmap: map the files instead of reading them.
             use_mlock: keep the models in memory.
+            fit: when memory is short, lower n_gpu_layers and n_ctx until the models fit; `notes`
+                says to what.
+            check_memory: refuse to load what does not fit (`localspec.estimate`).
             progress: called with 0..1 while loading; returning False stops it.
 
         Raises:
-            LocalspecError: a file is missing, damaged, or the two do not fit together.
+            LocalspecError: a file is missing, damaged, the two do not fit together, memory is
+                short, or loading was cancelled.
         """
         owned: list[Context | Model | GgufFile] = []
         try:
@@ -106,14 +149,29 @@ class Engine:
                 pairs.check_target(header)
                 target_flash = flash_attn
                 if flash_attn is None:
-                    target_flash = _flash_attention(header, kv_type)
-                if drafter is not None:
+                    target_flash = flash_attention(header, kv_type)
+                if drafter == mtp.MTP:
+                    info, heads = mtp.read_mtp(header), Heads("none")
+                elif drafter is not None:
                     drafter_file = GgufFile(drafter)
                     owned.append(drafter_file)
                     info = pairs.check_pair(header, drafter_file)
                     heads = Heads.from_gguf(drafter_file, info)
-            options = ModelOptions(n_gpu_layers, use_mmap, use_mlock)
-            share = 1.0 if drafter is None else 0.9
+            inside = info is not None and info.family == mtp.MTP
+            notes: list[str] = []
+            if (fit or check_memory) and valid_context(n_ctx or MIN_N_CTX, kv_type):
+                found = memory.estimate(
+                    target, None if inside else drafter, n_ctx=n_ctx, n_batch=n_batch,
+                    n_gpu_layers=n_gpu_layers,
+                    flash_attn=flash_attn, kv_type=kv_type, drafter_window=drafter_window, fit=fit,
+                )  # fmt: skip
+                if check_memory:
+                    memory.check(found, target)
+                notes = memory.changes(found)
+                if notes:
+                    n_ctx, n_gpu_layers = found.n_ctx, found.n_gpu_layers
+            options = ModelOptions(n_gpu_layers, use_mmap, use_mlock, mtp=inside)
+            share = 1.0 if drafter is None or inside else 0.9
             model = Model(target, options, progress and (lambda f: progress(share * f)))
             owned.append(model)
             n_ctx = n_ctx or model.n_ctx_train
@@ -129,40 +187,70 @@ class Engine:
                     flash_attn=target_flash,
                     kv_type=kv_type,
                     layer_inputs=info.target_layers if info else (),
+                    next_states="all" if inside else None,
                 ),
             )
             owned.append(context)
-            the_drafter = None
+            the_drafter: Drafter | eagle.EagleDrafter | None = None
             if info is not None and drafter is not None:
-                drafter_model = Model(
-                    drafter, options, progress and (lambda f: progress(share + 0.1 * f))
-                )
-                owned.append(drafter_model)
-                drafter_context = Context(
-                    drafter_model,
-                    ContextOptions(
+                drafter_model = model
+                if not inside:
+                    drafter_model = Model(
+                        drafter, options, progress and (lambda f: progress(share + 0.1 * f))
+                    )
+                    owned.append(drafter_model)
+                drafter_flash = False if flash_attn is None and not has_gpu() else flash_attn
+                if info.family != "block":
+                    drafter_options = eagle.context_options(
+                        info,
+                        n_ctx,
+                        window=drafter_window,
+                        n_threads=n_threads,
+                        flash_attn=drafter_flash,
+                    )
+                else:
+                    drafter_options = ContextOptions(
                         n_ctx=min(n_ctx, drafter_window + INJECT_ROWS) + info.block_size,
                         n_batch=max(INJECT_ROWS, info.block_size),
                         n_outputs=info.block_size,
                         n_threads=n_threads,
-                        flash_attn=False if flash_attn is None and not has_gpu() else flash_attn,
-                        causal=False,
+                        flash_attn=drafter_flash,
+                        causal=info.causal,
                         hidden_states=heads.needs_hidden,
-                    ),
-                    other=context,
+                    )
+                drafter_context = Context(
+                    drafter_model, drafter_options, other=None if inside else context
                 )
                 owned.append(drafter_context)
-                the_drafter = Drafter(drafter_context, info, heads, drafter_window)
+                if inside:
+                    the_drafter = mtp.MtpDrafter(drafter_context, info, drafter_window)
+                elif info.family == "eagle3" and info.heads_path is not None:
+                    layer_model = Model(info.heads_path, options)
+                    owned.append(layer_model)
+                    layer = Context(layer_model, eagle.layer_options(drafter_options))
+                    owned.append(layer)
+                    target_file = GgufFile(target)
+                    owned.append(target_file)
+                    the_drafter = eagle_wide.WideEagleDrafter(
+                        drafter_context, layer, info, drafter_file,
+                        target_file.rows("token_embd.weight"), drafter_window,
+                    )  # fmt: skip
+                elif info.family == "eagle3":
+                    the_drafter = eagle.EagleDrafter(drafter_context, info, drafter_window)
+                else:
+                    the_drafter = Drafter(drafter_context, info, heads, drafter_window)
             if model.recurrent and context.rollback == 0:
                 logger.warning(
                     "%s is recurrent and llama.cpp cannot roll its state back: decoding plainly",
                     model.path.name,
                 )
             engine = cls(model, Target(context), the_drafter, n_ctx)
-            engine._owned = owned
-            engine._files = [Path(f) for f in (target, drafter) if f is not None]
+            engine._owned, engine.notes = owned, tuple(notes)
+            files = (target, None if inside else drafter)
+            engine._files = [Path(f) for f in files if f is not None]
             engine._settings = [
-                n_threads or default_threads(), n_gpu_layers, flash_attn, kv_type, use_mmap
+                n_threads or default_threads(), n_gpu_layers, flash_attn, kv_type, use_mmap,
+                *([mtp.MTP] if inside else []),
             ]  # fmt: skip
             return engine
         except BaseException:
@@ -228,12 +316,14 @@ class Engine:
         draft: DraftOptions | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] | None = None,
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """Generate, yielding what each round committed.
 
         The output is the target's own: greedy output equals plain greedy decoding, sampled output
         follows the target's distribution, whatever the drafter proposes. A generator that is
-        closed early leaves the engine ready for the next prompt.
+        closed early or cancelled leaves the engine ready for the next prompt. Nothing happens
+        before the first step is asked for; then, if another thread is generating, this one waits
+        for its turn.
 
         Args:
             prompt: text (special tokens are parsed) or token ids.
@@ -246,15 +336,61 @@ class Engine:
 
         Raises:
             LocalspecError: the prompt is empty or does not fit the context, an id is no token, or
-                another generation is running.
+                this thread has another generation under way.
         """
-        self._check_idle()
+        return self._start(Turn(), prompt, params, max_tokens, draft, stop, stop_token_ids)
+
+    def agenerate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        draft: DraftOptions | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> aio.AsyncSteps:
+        """`generate` for `async for`: rounds run in a worker thread.
+
+        Cancelling the task, or leaving the loop, cancels the generation; it ends with the round
+        that is under way.
+        """
+        turn = ThreadedTurn()
+
+        def start() -> Generator[Step, None, None]:
+            return self._start(turn, prompt, params, max_tokens, draft, stop, stop_token_ids)
+
+        return aio.AsyncSteps(start, turn, self._turns)
+
+    def cancel(self) -> None:
+        """Cancel the generation under way, from any thread.
+
+        It ends within one round (while the prompt is evaluated: within one batch of it) with the
+        finish reason "cancelled". Without effect when nothing is under way: neither generations
+        that wait for their turn nor later ones are cancelled.
+        """
+        self._turns.cancel()
+
+    def _start(
+        self,
+        turn: Turn,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        max_tokens: int | None,
+        draft: DraftOptions | None,
+        stop: Sequence[str],
+        stop_token_ids: Sequence[int] | None,
+    ) -> Generator[Step, None, None]:
+        """Check everything that `generate` takes; its generator."""
+        self._check_open()
+        self._turns.check(turn)
         tokens = self._checked_prompt(prompt)
         if max_tokens is not None and max_tokens < 1:
             raise LocalspecError(f"max_tokens must be at least 1, not {max_tokens}")
         if isinstance(stop, str):
             stop = (stop,)
-        return self._generate(
+        return self._in_turn(
+            turn,
             tokens,
             Sampler(params or SamplingParams(), tokens),
             max_tokens,
@@ -285,13 +421,19 @@ class Engine:
             force: measure again.
             progress: called with 0..1 while measuring.
         """
-        self._check_idle()
+        self._check_open()
         if self.n_ctx < MIN_TUNED_CTX:
             raise LocalspecError(
                 f"a context of {self.n_ctx} tokens is too short to measure in; use an n_ctx of at "
                 f"least {MIN_TUNED_CTX}"
             )
-        return self._tune(force=force, progress=progress)
+        turn = Turn()
+        self._turns.begin(turn)
+        try:
+            with self._work():
+                return self._tune(force=force, progress=progress)
+        finally:
+            self._turns.end(turn)
 
     def _tune(
         self, *, force: bool = False, progress: Callable[[float], None] | None = None
@@ -301,25 +443,41 @@ class Engine:
         if found is None:
             found = tuning.measure(self, progress=progress)
             tuning.save(path, found)
-        curve = CostCurve(found.sizes, found.depths, np.array(found.seconds))
-        self._auto = AutoPolicy(
-            curve,
+        if self._drafter is not None and len(self._files) > 1:
+            depths = self._drafter.info.max_depth
+            self._calibration = calibration_file.load(self._files[1], depths)
+        self._tuning = found
+        self._auto = self._new_policy(found)
+        return found
+
+    def _new_policy(self, found: tuning.Tuning, *, pad: bool = False) -> AutoPolicy:
+        """A policy that has learned nothing yet; with `pad`, plain rounds are two rows."""
+        seconds = np.array(found.seconds)
+        if pad:
+            seconds[:, 0] = seconds[:, 1]
+        return AutoPolicy(
+            CostCurve(found.sizes, found.depths, seconds),
             block_seconds=found.block_seconds,
             host_seconds=found.host_seconds,
             switch_seconds=found.switch_seconds,
             depths=self._drafter.info.max_depth if self._drafter is not None else 0,
+            calibration=self._calibration,
         )
-        return found
 
     def _tuning_file(self) -> Path:
         return tuning.cache_file(self, self._files, self._settings)
 
-    def _policy(self, draft: DraftOptions) -> AutoPolicy | None:
+    def _policy(self, draft: DraftOptions, turn: Turn) -> AutoPolicy | None:
         """The policy, when it is asked for and there is anything to decide."""
         if draft.policy != "auto" or draft.tokens == 0 or self.n_ctx < MIN_TUNED_CTX:
             return None
         if self._auto is None:
-            self._tune()
+
+            def look(_fraction: float) -> None:
+                if turn.is_cancelled():
+                    raise _Cancelled
+
+            self._tune(progress=look)
         return self._auto
 
     def _checked_prompt(self, prompt: str | Sequence[int]) -> list[int]:
@@ -336,47 +494,108 @@ class Engine:
             raise LocalspecError(f"token {bad} is outside the vocabulary of {self.model.n_vocab}")
         return tokens
 
-    def _generate(
+    def _in_turn(
         self,
+        turn: Turn,
         prompt: list[int],
         sampler: Sampler,
         max_tokens: int | None,
         draft: DraftOptions,
         stream: TextStream,
         is_end: Callable[[int], bool],
-    ) -> Iterator[Step]:
-        self._check_idle()  # again: a generator may have been started since this one was made
-        self._running = True
+    ) -> Generator[Step, None, None]:
+        """Wait for the turn, then generate; llama.cpp works only between the steps."""
+        self._check_open()
+        if not self._turns.begin(turn):
+            yield Step("", (), None, None, "cancelled")
+            return
         try:
-            auto = self._policy(draft)
-            if draft.policy == "auto" and auto is None:
-                draft = DraftOptions(tokens=0)
-            prefill = self._prefill(prompt)
-            if np.isnan(self._target.logits()[0]).any():
-                raise LocalspecError(
-                    f"the output of {self.model.path.name} is not a number; the file is damaged, "
-                    "download or convert it again"
-                )
-            room = self.n_ctx - len(prompt)
-            left = room if max_tokens is None else min(max_tokens, room)
-            anchor = sampler.choose(self._target.logits()[0])
-            drafting = Drafting(self._target, self._drafter, draft, sampler, prompt, auto)
-            step = self._step([anchor], left, stream, is_end, prefill=prefill)
+            steps = self._generate(turn, prompt, sampler, max_tokens, draft, stream, is_end)
             while True:
-                sampler.commit(step.token_ids)
-                drafting.commit(step.token_ids)
-                left -= len(step.token_ids)
-                yield step
-                if step.finish_reason is not None:
+                with self._work():
+                    step = next(steps, None)
+                if step is None:
                     return
-                committed, the_round = self._round(anchor, sampler, drafting, left)
-                anchor = committed[-1]
-                step = self._step(committed, left, stream, is_end, the_round)
+                yield step
         finally:
-            self._running = False
+            self._turns.end(turn)
 
-    def _prefill(self, prompt: list[int]) -> Prefill:
-        """Bring the KV caches to exactly `prompt`, reusing the longest common prefix."""
+    @contextlib.contextmanager
+    def _work(self) -> Iterator[None]:
+        """Whoever calls llama.cpp does it in here; `close` waits for the end of it."""
+        self._check_open()  # before the lock: in a forked child it may never be free
+        with self._working:
+            self._check_open()
+            self._working_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._working_thread = None
+
+    def _generate(
+        self,
+        turn: Turn,
+        prompt: list[int],
+        sampler: Sampler,
+        max_tokens: int | None,
+        draft: DraftOptions,
+        stream: TextStream,
+        is_end: Callable[[int], bool],
+    ) -> Generator[Step, None, None]:
+        try:
+            auto = self._policy(draft, turn)
+        except _Cancelled:
+            yield Step("", (), None, None, "cancelled")
+            return
+        if draft.policy == "auto" and auto is None:
+            draft = replace(draft, policy="fixed", tokens=0)
+        pad = False
+        if draft.deterministic:
+            pad = self._pads(draft)
+            determinism.start_over(self)
+            if auto is not None and self._tuning is not None:
+                auto = self._new_policy(self._tuning, pad=pad)
+        prefill = self._prefill(prompt, turn)
+        if turn.is_cancelled():
+            yield Step("", (), None, prefill, "cancelled")
+            return
+        if np.isnan(self._target.logits()[0]).any():
+            raise LocalspecError(
+                f"the output of {self.model.path.name} is not a number; the file is damaged, "
+                "download or convert it again"
+            )
+        room = self.n_ctx - len(prompt)
+        left = room if max_tokens is None else min(max_tokens, room)
+        anchor = sampler.choose(self._target.logits()[0])
+        drafting = Drafting(self._target, self._drafter, draft, sampler, prompt, auto, pad)
+        step = self._step([anchor], left, stream, is_end, prefill=prefill)
+        while True:
+            sampler.commit(step.token_ids)
+            drafting.commit(step.token_ids)
+            left -= len(step.token_ids)
+            yield step
+            if step.finish_reason is not None:
+                return
+            if turn.is_cancelled():
+                yield Step(stream.finish(), (), None, None, "cancelled")
+                return
+            committed, the_round = self._round(anchor, sampler, drafting, left)
+            anchor = committed[-1]
+            step = self._step(committed, left, stream, is_end, the_round)
+
+    def _pads(self, draft: DraftOptions) -> bool:
+        """Whether deterministic rounds may not be single rows."""
+        if draft.tokens == 0:
+            return False  # all of them are
+        if self._single_rows_differ is None:
+            self._single_rows_differ = determinism.single_rows_differ(self)
+        return self._single_rows_differ
+
+    def _prefill(self, prompt: list[int], turn: Turn) -> Prefill:
+        """Bring the KV caches to exactly `prompt`, reusing the longest common prefix.
+
+        A cancelled turn ends it between two batches.
+        """
         started = time.perf_counter()
         shared = 0
         # The last token is always evaluated: its logits are needed.
@@ -385,12 +604,15 @@ class Engine:
                 break
             shared += 1
         self._cut(shared)
-        new = prompt[len(self._cached) :]
-        for start, n in self._target.prefill(new):
-            if self._drafter is not None:
-                self._drafter.absorb(self._target.features(n))
-            self._cached.extend(prompt[start : start + n])
-        return Prefill(len(prompt), len(new), time.perf_counter() - started)
+        reused = len(self._cached)
+        if not turn.is_cancelled():
+            for start, n in self._target.prefill(prompt[reused:]):
+                if self._drafter is not None:
+                    self._drafter.absorb(self._target.features(n), prompt[start : start + n])
+                self._cached.extend(prompt[start : start + n])
+                if turn.is_cancelled():
+                    break
+        return Prefill(len(prompt), len(self._cached) - reused, time.perf_counter() - started)
 
     def _round(
         self,
@@ -412,15 +634,24 @@ class Engine:
         self._target.commit(outcome.path)
         if self.on_verified is not None:
             self.on_verified(tree, outcome.path)
-        if self._drafter is not None:
-            self._drafter.absorb(self._target.features([0, *(i + 1 for i in outcome.path)]))
         accepted = [int(tree.token[i]) for i in outcome.path]
+        if self._drafter is not None:
+            rows = [0, *(i + 1 for i in outcome.path)]
+            self._drafter.absorb(self._target.features(rows), [anchor, *accepted])
         self._cached.extend([anchor, *accepted])
         committed = [*accepted, outcome.bonus]
         drafting.learn(draft, committed, verify_seconds)
         host = clock() - started - draft.seconds - verify_seconds
         seconds = Seconds(draft.seconds, verify_seconds, host)
-        return committed, Round(draft.drafted, len(tree), len(accepted), seconds)
+        return committed, Round(
+            draft.drafted,
+            len(tree),
+            len(accepted),
+            seconds,
+            draft.chosen,
+            draft.paused,
+            draft.probing,
+        )
 
     def _step(
         self,
@@ -448,7 +679,7 @@ class Engine:
         if reason is not None:
             text += stream.finish()
         if the_round is not None and len(kept) < the_round.accepted:
-            the_round = Round(the_round.drafted, the_round.verified, len(kept), the_round.seconds)
+            the_round = replace(the_round, accepted=len(kept))
         return Step(text, tuple(kept), the_round, prefill, reason)
 
     def _cut(self, n: int) -> None:
@@ -465,18 +696,31 @@ class Engine:
         del self._cached[n:]
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise LocalspecError(
+                "this engine belongs to the process that this one was forked from; load one in "
+                'each process, and start processes with the "spawn" method'
+            )
         if not self._owned:
             raise LocalspecError("this engine is closed; load it again")
 
-    def _check_idle(self) -> None:
-        self._check_open()
-        if self._running:
-            raise LocalspecError("this engine is generating already; finish or close that first")
-
     def close(self) -> None:
-        """Free models and contexts. A second call does nothing."""
-        owned, self._owned = self._owned, []
-        _close_all(owned)
+        """Free models and contexts, from any thread. A second call does nothing.
+
+        A generation under way is cancelled: this waits for the end of its round, and asking it for
+        more steps raises LocalspecError.
+
+        Raises:
+            LocalspecError: called from a callback of this engine, while llama.cpp works.
+        """
+        if os.getpid() != self._pid:
+            return  # the parent's; its memory is not ours to free
+        if self._working_thread == threading.get_ident():
+            raise LocalspecError("an engine cannot be closed by its own callback; cancel it first")
+        self._turns.cancel()
+        with self._working:
+            owned, self._owned = self._owned, []
+            _close_all(owned)
 
     def __enter__(self) -> Engine:
         return self
@@ -490,7 +734,11 @@ class Engine:
         self.close()
 
 
-def _flash_attention(target: GgufFile, kv_type: str) -> bool | None:
+class _Cancelled(Exception):
+    """Ends a measurement when the generation that needed it is cancelled."""
+
+
+def flash_attention(target: GgufFile, kv_type: str) -> bool | None:
     """What suits the target: None is llama.cpp's choice, which is on wherever it can be.
 
     llama.cpp's CPU kernel takes the rows of a pass one by one. Passes of different sizes therefore

@@ -145,6 +145,14 @@ class GgufFile:
         raw = np.frombuffer(self._buf, np.uint8, count * row_bytes, info.offset + start * row_bytes)
         return self._dequantize(info, raw).reshape(count, *info.shape[1:])
 
+    def integers(self, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """An I64 tensor as stored; KeyError when there is none, ValueError for another type."""
+        info = self.tensors[name]
+        if info.type_name != "I64":
+            raise ValueError(f"{name} holds {info.type_name}")
+        raw = np.frombuffer(self._buf, "<i8", info.nbytes // 8, info.offset)
+        return raw.astype(np.int64).reshape(info.shape)
+
     def rows(self, name: str) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
         """A function that reads single rows of a matrix as float32, straight from the file.
 

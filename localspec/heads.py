@@ -7,6 +7,10 @@ x they make of the parent token u:
     gated     x = sigmoid(G [h; W1[u]] + b) * W1[u]
     rnn       [g; c; o] = J [s; W1[u]; h] + b,  s' = sig(g) s + (1 - sig(g)) tanh(c),  x = tanh(o)
 
+DFlash 2's candidate selector has the same form, among the top candidates of a depth only:
+
+    selector  x = (G h) * W1[u]
+
 (DSpark; formulas in docs/how-it-works.md.) Only the rows of W2 that belong to candidate tokens
 are ever multiplied.
 """
@@ -22,7 +26,7 @@ import numpy.typing as npt
 
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
-from localspec.pairs import DrafterInfo
+from localspec.pairs import DrafterInfo, reduced_vocabulary
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -50,11 +54,11 @@ class Heads:
     """The heads of one drafter.
 
     Args:
-        kind: "none", "vanilla", "gated" or "rnn".
+        kind: "none", "vanilla", "gated", "rnn" or "selector".
         rank: r, width of the latent vectors (0 for "none").
         w1: rows of W1 [V, r] by token ids.
         w2: rows of W2 [V, r] by token ids.
-        mixer: G [r, d + r] (gated) or J [3r, 2r + d] (rnn).
+        mixer: G [r, d + r] (gated), G [r, d] (selector) or J [3r, 2r + d] (rnn).
         confidence: [1, d + r], or None without a confidence head.
     """
 
@@ -84,9 +88,13 @@ class Heads:
         kind, confidence = info.head_type, None
         if kind == "none":
             return cls("none")
+        if kind == "selector":
+            return cls._selector(source, info)
         rank = _shape(source, "markov_w1.weight", 2)[1]
-        for name in ("markov_w1.weight", "markov_w2.weight"):
-            _expect(source, name, (info.n_vocab, rank))
+        drafted = reduced_vocabulary(drafter)
+        n_drafted = info.n_vocab if drafted is None else len(drafted)
+        _expect(source, "markov_w1.weight", (info.n_vocab, rank))
+        _expect(source, "markov_w2.weight", (n_drafted, rank))
         if "conf_proj.weight" in source.tensors:
             weight = source.tensor("conf_proj.weight").reshape(1, -1)
             if weight.shape[1] != info.n_embd + rank:
@@ -114,10 +122,20 @@ class Heads:
             kind,
             rank,
             source.rows("markov_w1.weight"),
-            _fast_rows(source, "markov_w2.weight"),
+            _scattered(_fast_rows(source, "markov_w2.weight"), drafted, info.n_vocab),
             mixer,
             confidence,
         )
+
+    @classmethod
+    def _selector(cls, source: GgufFile, info: DrafterInfo) -> Heads:
+        names = ("selector_predecessor.weight", "selector_successor.weight")
+        rank = _shape(source, "selector_hidden.weight", 2)[0]
+        _expect(source, "selector_hidden.weight", (rank, info.n_embd))
+        for name in names:
+            _expect(source, name, (info.n_vocab, rank))
+        gate = Linear(source.tensor("selector_hidden.weight"), np.zeros(rank, np.float32))
+        return cls("selector", rank, source.rows(names[0]), _fast_rows(source, names[1]), gate)
 
     @property
     def needs_hidden(self) -> bool:
@@ -156,6 +174,8 @@ class Heads:
         if self._mixer is None:
             return u, state
         assert hidden is not None
+        if self.kind == "selector":
+            return self._mixer(hidden) * u, state
         h = np.broadcast_to(hidden, (len(u), len(hidden)))
         if self.kind == "gated":
             return _sigmoid(self._mixer(np.concatenate([h, u], axis=1))) * u, state
@@ -198,6 +218,21 @@ def _fast_rows(source: GgufFile, name: str) -> Rows:
     if 4 * math.prod(source.tensors[name].shape) > _KEEP_BYTES:
         return source.rows(name)
     return source.tensor(name).__getitem__
+
+
+def _scattered(rows: Rows, drafted: npt.NDArray[np.int64] | None, n_vocab: int) -> Rows:
+    """Rows of W2 by token ids where only some tokens have one; the others' logits are -inf."""
+    if drafted is None:
+        return rows
+    row_of = np.full(n_vocab, -1, np.int64)
+    row_of[drafted] = np.arange(len(drafted))
+
+    def get(tokens: npt.NDArray[np.integer]) -> Floats:
+        at = row_of[tokens]
+        found: Floats = np.where((at >= 0)[:, None], rows(np.maximum(at, 0)), np.float32(0))
+        return found
+
+    return get
 
 
 def _sigmoid(x: Floats) -> Floats:

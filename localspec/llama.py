@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 import sys
 import threading
 from collections import deque
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import LocalspecError
-from localspec.pairs import FEATURE_ARCHS
+from localspec.pairs import FEATURE_ARCHS, LAST_OUTPUT_ARCHS, NO_TREE_ARCHS
 
 logger = logging.getLogger("localspec.llama")
 logger.addHandler(logging.NullHandler())  # silent until the application configures logging
@@ -32,9 +33,24 @@ Ints = npt.NDArray[np.integer]
 
 NEEDED_VERSION = "0.3.36"
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+MIN_N_CTX, MAX_N_CTX = 8, 1 << 24
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 # ggml_type numbers usable for the KV cache.
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
+
+# What matrices can be stored as: name -> (ggml_type, scalars per block, bytes per block).
+TENSOR_TYPES = {
+    "f32": (0, 1, 4), "f16": (1, 1, 2), "bf16": (30, 1, 2), "q8_0": (8, 32, 34),
+    "q4_0": (2, 32, 18), "q4_1": (3, 32, 20), "q5_0": (6, 32, 22), "q5_1": (7, 32, 24),
+    "q2_k": (10, 256, 84), "q3_k": (11, 256, 110), "q4_k": (12, 256, 144), "q5_k": (13, 256, 176),
+    "q6_k": (14, 256, 210),
+}  # fmt: skip
+# What whole files can be quantised to: llama-quantize's names -> llama_ftype.
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10,
+    "q3_k_s": 11, "q3_k_m": 12, "q3_k_l": 13, "q4_k_s": 14, "q4_k_m": 15, "q5_k_s": 16,
+    "q5_k_m": 17, "q6_k": 18, "bf16": 32, "q3_k": 12, "q4_k": 15, "q5_k": 17,
+}  # fmt: skip
 
 # Functions with C++ linkage that llama-cpp-python does not bind: C, Itanium and MSVC names.
 _EXTRA_SYMBOLS: dict[str, tuple[str, str, list[Any], Any]] = {
@@ -50,7 +66,21 @@ _EXTRA_SYMBOLS: dict[str, tuple[str, str, list[Any], Any]] = {
         [ctypes.c_void_p, ctypes.c_uint32],
         ctypes.c_void_p,
     ),
+    "llama_set_embeddings_nextn": (
+        "_Z26llama_set_embeddings_nextnP13llama_contextbb",
+        "?llama_set_embeddings_nextn@@YAXPEAUllama_context@@_N1@Z",
+        [ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool],
+        None,
+    ),
+    "llama_get_embeddings_nextn": (
+        "_Z26llama_get_embeddings_nextnP13llama_context",
+        "?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z",
+        [ctypes.c_void_p],
+        ctypes.c_void_p,
+    ),
 }
+# ggml_backend_dev_type
+_DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "igpu"}
 # ggml_log_level; 5 continues the line before.
 _LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 
@@ -69,8 +99,8 @@ class _Library:
             ) from e
         self.api: Any = api
         self.version: str = llama_cpp.__version__
-        self.recent: deque[str] = deque(maxlen=50)
-        self._line, self._level = "", logging.DEBUG
+        self.pid = os.getpid()
+        self._threads = threading.local()
         for name, (itanium, msvc, argtypes, restype) in _EXTRA_SYMBOLS.items():
             setattr(self, name, self._bind(name, itanium, msvc, argtypes, restype))
         # Kept for the life of the process: llama.cpp holds the pointer.
@@ -89,16 +119,50 @@ class _Library:
             f"version that has it: pip install 'llama-cpp-python=={NEEDED_VERSION}'"
         )
 
+    def ggml_function(self, name: str, restype: Any, *argtypes: Any) -> Any:
+        """A function of ggml, which llama-cpp-python does not bind."""
+        library = self.api._lib
+        if not hasattr(library, name):  # Windows looks into no dependencies
+            found = [
+                ctypes.CDLL(str(Path(library._name).with_name(file)))
+                for file in ("ggml-base.dll", "ggml.dll")
+            ]
+            library = next((f for f in found if hasattr(f, name)), library)
+        function = getattr(library, name)
+        function.restype, function.argtypes = restype, list(argtypes)
+        return function
+
+    @property
+    def quantize_chunk(self) -> Any:
+        """ggml's `ggml_quantize_chunk`, which llama-cpp-python does not bind."""
+        library = self.api._lib
+        if not hasattr(library, "ggml_quantize_chunk"):  # Windows looks into no dependencies
+            library = ctypes.CDLL(str(Path(library._name).with_name("ggml-base.dll")))
+        function = library.ggml_quantize_chunk
+        function.restype = ctypes.c_size_t
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        function.argtypes = [ctypes.c_int, pointer, pointer, size, size, size, pointer]
+        return function
+
+    @property
+    def recent(self) -> deque[str]:
+        """The errors llama.cpp logged in this thread."""
+        if not hasattr(self._threads, "recent"):
+            self._threads.recent = deque[str](maxlen=50)
+        recent: deque[str] = self._threads.recent
+        return recent
+
     def _log(self, level: int, text: bytes, _user_data: Any) -> None:
         # llama.cpp writes lines in pieces; level 5 continues the last piece.
-        self._level = _LOG_LEVELS.get(level, self._level)
-        self._line += text.decode("utf-8", "replace")
-        if not self._line.endswith("\n"):
+        mine = self._threads
+        mine.level = _LOG_LEVELS.get(level, getattr(mine, "level", logging.DEBUG))
+        mine.line = getattr(mine, "line", "") + text.decode("utf-8", "replace")
+        if not mine.line.endswith("\n"):
             return
-        line, self._line = self._line.rstrip(), ""
-        if self._level >= logging.ERROR:
+        line, mine.line = mine.line.rstrip(), ""
+        if mine.level >= logging.ERROR:
             self.recent.append(line)
-        logger.log(self._level, "%s", line)
+        logger.log(mine.level, "%s", line)
 
     def why(self) -> str:
         """The last errors llama.cpp logged, for the end of a message."""
@@ -117,12 +181,138 @@ def library() -> Any:
     """The llama.cpp library, loaded on first use.
 
     Raises:
-        LocalspecError: llama-cpp-python is missing or too old.
+        LocalspecError: llama-cpp-python is missing or too old, or this process was forked from one
+            that uses it.
     """
-    with _library_lock:
-        if not _loaded:
-            _loaded.append(_Library())
-        return _loaded[0]
+    if not _loaded:
+        with _library_lock:
+            if not _loaded:
+                _loaded.append(_Library())
+    if _loaded[0].pid != os.getpid():
+        # Its threads were not forked along: waiting for them would hang.
+        raise LocalspecError(
+            "llama.cpp was in use already when this process was forked; start processes with the "
+            '"spawn" method, or load models only in the forked ones'
+        )
+    return _loaded[0]
+
+
+def quantize_rows(values: Floats, kind: str) -> npt.NDArray[np.uint8]:
+    """Rows of a matrix in one of ggml's types, by ggml's own quantiser.
+
+    Args:
+        values: [rows, columns], finite; columns a multiple of the type's block.
+        kind: a key of `TENSOR_TYPES`.
+
+    Returns:
+        [rows, bytes per row].
+
+    Raises:
+        ValueError: an unknown type, or columns that are no whole number of blocks.
+    """
+    if kind not in TENSOR_TYPES:
+        raise ValueError(f"{kind!r} is none of {', '.join(TENSOR_TYPES)}")
+    number, per_block, block_bytes = TENSOR_TYPES[kind]
+    rows, columns = values.shape
+    if columns < 1 or columns % per_block:
+        raise ValueError(f"rows of {columns} are no whole number of {per_block}-blocks")
+    source = np.ascontiguousarray(values, np.float32)
+    out = np.empty((rows, columns // per_block * block_bytes), np.uint8)
+    if rows:
+        library().quantize_chunk(
+            number, source.ctypes.data, out.ctypes.data, 0, rows, columns, None
+        )
+    return out
+
+
+def quantize(
+    path_in: str | os.PathLike[str],
+    path_out: str | os.PathLike[str],
+    kind: str,
+    *,
+    n_threads: int = 0,
+) -> None:
+    """Quantise a whole GGUF, as llama-quantize does; `path_out` appears when it is complete.
+
+    Args:
+        path_in: a GGUF in any type (from a quantised one, errors add up).
+        path_out: the GGUF to write; replaced if it exists.
+        kind: a key of `FILE_TYPES`, e.g. "q4_0" or "q4_k_m".
+        n_threads: CPU threads; 0 means one per physical core.
+
+    Raises:
+        LocalspecError: llama.cpp cannot read, quantise or write it; the message carries its reason.
+        ValueError: an unknown `kind`.
+    """
+    if kind not in FILE_TYPES:
+        raise ValueError(f"{kind!r} is none of {', '.join(FILE_TYPES)}")
+    source, out = Path(path_in), Path(path_out)
+    if not source.is_file():
+        raise LocalspecError(f"{source} does not exist or is not a file; name a GGUF")
+    if out.is_dir() or not out.parent.is_dir():
+        raise LocalspecError(f"{out} cannot be written; name a file in an existing directory")
+    if os.path.realpath(source) == os.path.realpath(out):
+        raise LocalspecError(f"{out} is the file to quantise; choose another output")
+    lib = library()
+    params = lib.api.llama_model_quantize_default_params()
+    params.nthread = n_threads or default_threads()
+    params.ftype = FILE_TYPES[kind]
+    params.allow_requantize = True
+    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    lib.recent.clear()
+    try:
+        failed = lib.api.llama_model_quantize(
+            os.fsencode(source), os.fsencode(aside), ctypes.byref(params)
+        )
+        if failed or not aside.is_file():
+            raise LocalspecError(f"llama.cpp cannot quantise {source} to {kind}: {lib.why()}")
+        os.replace(aside, out)
+    except OSError as e:
+        raise LocalspecError(f"{out} cannot be written: {e.strerror or e}") from e
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Something that llama.cpp computes on.
+
+    Attributes:
+        name: e.g. "CUDA0".
+        kind: "cpu", "gpu", "igpu" (uses main memory) or "accelerator" (helps the CPU).
+        free: bytes free.
+        total: bytes in all.
+    """
+
+    name: str
+    kind: str
+    free: int
+    total: int
+
+    @property
+    def unified(self) -> bool:
+        """Whether it uses main memory."""
+        apple = sys.platform == "darwin" and platform.machine() == "arm64"
+        return self.kind != "gpu" or apple
+
+
+def devices() -> list[Device]:
+    """The devices of this llama.cpp build that are there, with their memory at this moment."""
+    lib, size = library(), ctypes.c_size_t
+    count = lib.ggml_function("ggml_backend_dev_count", size)
+    get = lib.ggml_function("ggml_backend_dev_get", ctypes.c_void_p, size)
+    kind = lib.ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    name = lib.ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    memory = lib.ggml_function(
+        "ggml_backend_dev_memory", None, ctypes.c_void_p, ctypes.POINTER(size), ctypes.POINTER(size)
+    )
+    found = []
+    for i in range(count()):
+        device, free, total = get(i), size(0), size(0)
+        memory(device, ctypes.byref(free), ctypes.byref(total))
+        what = _DEVICE_KINDS.get(kind(device), "accelerator")
+        found.append(Device(name(device).decode("utf-8", "replace"), what, free.value, total.value))
+    return found
 
 
 def has_gpu() -> bool:
@@ -159,14 +349,23 @@ class _Owned:
     At the end of the interpreter, and in reference cycles, Python closes things in any order.
     """
 
+    # Reentrant: the garbage collector may close something while something else is closed.
+    _lock = threading.RLock()
+
     def __init__(self, handle: Any, free: Callable[[Any], None], *needs: _Owned) -> None:
         self._handle, self._free, self._needs, self._users = handle, free, needs, 1
-        for needed in needs:
-            needed._users += 1
+        self._pid = os.getpid()
+        with self._lock:
+            for needed in needs:
+                needed._users += 1
 
     def release(self) -> None:
-        self._users -= 1
-        if not self._users:
+        if self._pid != os.getpid():
+            return  # a forked child: the threads that freeing would wait for are not here
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last:
             self._free(self._handle)
             for needed in self._needs:
                 needed.release()
@@ -180,11 +379,13 @@ class ModelOptions:
         n_gpu_layers: layers on the GPU; -1 means all of them (ignored without a GPU).
         use_mmap: map the file instead of reading it.
         use_mlock: keep the model in memory.
+        mtp: load multi-token prediction layers too.
     """
 
     n_gpu_layers: int = -1
     use_mmap: bool = True
     use_mlock: bool = False
+    mtp: bool = False
 
 
 class Model:
@@ -213,6 +414,7 @@ class Model:
         params = self._api.llama_model_default_params()
         params.n_gpu_layers = options.n_gpu_layers
         params.load_mode = _load_mode(self._api, options)
+        params.load_mtp = options.mtp
         stopped = []
 
         def report(fraction: float, _user_data: Any) -> bool:
@@ -244,7 +446,11 @@ class Model:
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: int = api.llama_model_n_ctx_train(h)
         self.n_bytes: int = api.llama_model_size(h)
-        self.recurrent: bool = api.llama_model_is_recurrent(h) or api.llama_model_is_hybrid(h)
+        self.recurrent: bool = (
+            api.llama_model_is_recurrent(h)
+            or api.llama_model_is_hybrid(h)
+            or self.meta("general.architecture") in NO_TREE_ARCHS
+        )
         self.bos: int = api.llama_vocab_bos(self._vocab)
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.add_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
@@ -368,6 +574,10 @@ class ContextOptions:
         causal: False for drafters, whose blocks see themselves whole.
         hidden_states: also hand out final hidden states (`Context.hidden`).
         layer_inputs: layers whose inputs to capture (`Context.layer_input`).
+        next_states: also hand out the hidden states before the final norm, which autoregressive
+            drafters go on from (`Context.next_states`): of the outputs ("outputs"), or of every
+            token of a batch ("all").
+        mtp: evaluate the model's multi-token prediction layers instead of the model.
     """
 
     n_ctx: int
@@ -381,6 +591,8 @@ class ContextOptions:
     causal: bool = True
     hidden_states: bool = False
     layer_inputs: tuple[int, ...] = ()
+    next_states: str | None = None
+    mtp: bool = False
 
 
 class Context:
@@ -414,6 +626,7 @@ class Context:
         params.kv_unified = True  # tree paths share the prefix's cells
         params.swa_full = True  # rejected nodes must be removable from sliding windows too
         params.no_perf = True
+        params.ctx_type = int(options.mtp)
         if other is not None:
             params.ctx_other = other.handle
         self._lib.recent.clear()
@@ -433,6 +646,9 @@ class Context:
         self._api.llama_set_causal_attn(self._handle, options.causal)
         for layer in options.layer_inputs:
             self._lib.llama_set_embeddings_layer_inp(self._handle, layer, True)
+        if options.next_states is not None:
+            masked = options.next_states == "outputs"
+            self._lib.llama_set_embeddings_nextn(self._handle, True, masked)
         self._hidden_on = options.hidden_states
         self._allocate(options.n_batch, options.n_seq_max)
         self._n_tokens = self._n_outputs = 0
@@ -477,6 +693,7 @@ class Context:
         *,
         outputs: Sequence[bool] | bool | npt.NDArray[np.bool_] = True,
         sequences: Sequence[Sequence[int]] | None = None,
+        states: Floats | None = None,
     ) -> None:
         """Evaluate a batch of tokens and wait for the results.
 
@@ -486,6 +703,7 @@ class Context:
             outputs: which tokens give logits; one bool for all, or [n].
             sequences: per token the ids it belongs to (first = the one it attends by); all in
                 sequence 0 when left out.
+            states: [n, n_embd] float32 for drafters that take a hidden state with every token.
 
         Raises:
             LocalspecError: an id is out of range, the batch is too large, the cache is full.
@@ -500,6 +718,13 @@ class Context:
                 f"token ids must be 0..{self.model.n_vocab - 1}; check what made the prompt"
             )
         self._batch.token, self._batch.embd = self._token_pointer, None
+        if states is not None:
+            states = np.ascontiguousarray(states, np.float32)
+            if states.shape != (n, self.model.n_embd):  # llama.cpp would read past their end
+                raise LocalspecError(
+                    f"states must be [{n}, {self.model.n_embd}], not {list(states.shape)}"
+                )
+            self._batch.embd = ctypes.cast(states.ctypes.data, self._embd_type)
         if self.options.hidden_states and not self._hidden_on:
             self._set_hidden(True)
         self._run(n, positions, outputs, sequences)
@@ -524,6 +749,65 @@ class Context:
         if self._hidden_on:
             self._set_hidden(False)
         self._run(n, positions, False, None)
+
+    def decode_states(
+        self,
+        states: Floats,
+        positions: Sequence[int] | Ints,
+        *,
+        outputs: Sequence[bool] | bool | npt.NDArray[np.bool_] = True,
+        sequences: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """`decode` for vectors in the place of token embeddings.
+
+        Args:
+            states: [n, n_embd] float32.
+            positions, outputs, sequences: as for `decode`.
+        """
+        n = len(states)
+        self._check_size(n)
+        rows = np.ascontiguousarray(states, np.float32)
+        if rows.shape != (n, self.model.n_embd):
+            raise LocalspecError(
+                f"states must be [{n}, {self.model.n_embd}], not {list(rows.shape)}"
+            )
+        self._batch.token = None
+        self._batch.embd = ctypes.cast(rows.ctypes.data, self._embd_type)
+        # llama.cpp makes every row an output where hidden states are on.
+        wanted = bool(np.any(outputs))
+        if self.options.hidden_states and self._hidden_on != wanted:
+            self._set_hidden(wanted)
+        self._run(n, positions, outputs, sequences)
+
+    def encode_features(self, features: Floats) -> Floats:
+        """Eagle3 drafters: fuse target features into the drafter's own hidden states.
+
+        Args:
+            features: [n, n_features] float32; n at most the context's outputs.
+
+        Returns:
+            [n, n_embd] (a copy).
+        """
+        n = len(features)
+        if not 0 < n <= min(self._n_batch, self.options.n_outputs):
+            raise LocalspecError(f"{n} rows of features in one pass are too many or none")
+        rows = np.ascontiguousarray(features, np.float32)
+        width = 3 * int(self.model.meta("eagle3.target_hidden_size") or 0)
+        if rows.shape != (n, width):
+            raise LocalspecError(f"features must be [{n}, {width}], not {list(rows.shape)}")
+        self._batch.token = None
+        self._batch.embd = ctypes.cast(rows.ctypes.data, self._embd_type)
+        # A row is fused by itself, but llama.cpp wants positions that go on from the cache.
+        self._pos[:n] = np.arange(n) + self.seq_end(0) + 1
+        self._output[:n], self._n_seq[:n], self._seq[:n, 0] = True, 1, 0
+        self._batch.n_tokens = n
+        self._lib.recent.clear()
+        self._n_tokens = self._n_outputs = 0
+        if self._api.llama_encode(self.handle, self._batch):
+            raise LocalspecError(f"llama.cpp refused {n} rows of features: {self._lib.why()}")
+        self._api.llama_synchronize(self.handle)
+        pointer = ctypes.c_void_p(self._lib.llama_get_embeddings_nextn(self.handle))
+        return _view(pointer, (n, self.model.n_embd)).copy()
 
     def _set_hidden(self, on: bool) -> None:
         self._api.llama_set_embeddings(self.handle, on)
@@ -584,6 +868,14 @@ class Context:
         return _view(
             self._api.llama_get_embeddings(self.handle), (self._n_outputs, self.model.n_embd)
         )
+
+    def next_states(self) -> Floats:
+        """[n_outputs or n_tokens, n_embd] states before the final norm (a view)."""
+        if self.options.next_states is None or not self._n_tokens:
+            raise LocalspecError("this context was made without next states")
+        rows = self._n_outputs if self.options.next_states == "outputs" else self._n_tokens
+        pointer = ctypes.c_void_p(self._lib.llama_get_embeddings_nextn(self.handle))
+        return _view(pointer, (rows, self.model.n_embd))
 
     def layer_input(self, layer: int) -> Floats:
         """[n_tokens, n_embd] inputs of a layer for the whole last batch (a view)."""
@@ -660,9 +952,14 @@ def _load_mode(api: Any, options: ModelOptions) -> int:
     return int(getattr(api, name))
 
 
+def valid_context(n_ctx: int, kv_type: str) -> bool:
+    """Whether a context of this size and type can be asked for."""
+    return MIN_N_CTX <= n_ctx <= MAX_N_CTX and kv_type in KV_TYPES
+
+
 def _check_context(model: Model, o: ContextOptions) -> None:
-    if o.n_ctx < 8 or o.n_ctx > 1 << 24:
-        raise LocalspecError(f"n_ctx must be between 8 and {1 << 24}, not {o.n_ctx}")
+    if not MIN_N_CTX <= o.n_ctx <= MAX_N_CTX:
+        raise LocalspecError(f"n_ctx must be between {MIN_N_CTX} and {MAX_N_CTX}, not {o.n_ctx}")
     if o.n_batch < 1 or o.n_outputs < 1 or not 0 <= o.n_threads <= MAX_THREADS:
         raise LocalspecError(
             "n_batch and n_outputs must be at least 1, n_threads at least 0 and at most "
@@ -675,8 +972,11 @@ def _check_context(model: Model, o: ContextOptions) -> None:
     arch = model.meta("general.architecture")
     if o.layer_inputs and arch not in FEATURE_ARCHS:
         raise LocalspecError(f"llama.cpp gives no layer features for {arch} models")
+    if o.next_states not in (None, "outputs", "all"):
+        raise LocalspecError(f"next_states must be 'outputs' or 'all', not {o.next_states!r}")
     for layer in o.layer_inputs:
         # llama.cpp asserts on this; n_layer itself (the last layer's output) is not filled by
         # most architectures.
-        if not 0 <= layer < model.n_layer:
-            raise LocalspecError(f"layer {layer} is outside 0..{model.n_layer - 1}")
+        most = model.n_layer if arch in LAST_OUTPUT_ARCHS else model.n_layer - 1
+        if not 0 <= layer <= most:
+            raise LocalspecError(f"layer {layer} is outside 0..{most}")

@@ -11,12 +11,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufArray, GgufFile
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 DRAFTER_ARCH = "dflash"
+EAGLE_ARCH = "eagle3"
+DRAFTER_ARCHS = frozenset((DRAFTER_ARCH, EAGLE_ARCH))
 HEADS_ARCH = "localspec-heads"
 _INTEGERS = frozenset(("I8", "I16", "I32", "I64"))
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
@@ -29,11 +35,15 @@ FEATURE_ARCHS = frozenset(
     "minimax-01 minimax-m2 muse-glimmer nanbeige nemotron_h nemotron_h_moe qwen3 qwen35 qwen35moe "
     "qwen3moe qwen3next".split()
 )
+# Of these, the ones that also hand out the last layer's output (as the input of a layer after it).
+LAST_OUTPUT_ARCHS = frozenset({"deepseek4"})
+# Their caches cannot forget a part or share one between paths, recurrent though they are not.
+NO_TREE_ARCHS = frozenset({"deepseek4"})
 # Files that llama.cpp can load but that are no text model of their own.
 _NOT_TARGETS = {
     DRAFTER_ARCH: "a DSpark or DFlash drafter",
     HEADS_ARCH: "the heads of a drafter",
-    "eagle3": "an Eagle3 drafter",
+    EAGLE_ARCH: "an Eagle3 drafter",
     "clip": "a vision projector",
     "gemma4-assistant": "a Gemma 4 assistant (drafter)",
 }
@@ -51,9 +61,18 @@ class DrafterInfo:
         mask_token: id of the mask token.
         sample_from_anchor: position 0 predicts depth 1 (DSpark); otherwise depth i sits at
             mask position i (DFlash).
-        head_type: "none", "vanilla", "gated" or "rnn".
+        head_type: "none", "vanilla", "gated", "rnn" or (DFlash 2) "selector".
         has_confidence: whether a confidence head exists.
-        heads_path: the companion file that holds gated and rnn heads; None otherwise.
+        heads_path: the companion file that holds the heads llama.cpp's graph cannot run; else
+            None.
+        family: "block" (DSpark and DFlash: one pass gives a whole block) or "eagle3" (every depth
+            is a pass; `block_size` is then the number of depths, and there is no mask token), or
+            "mtp" (the same, with layers inside the target's file).
+        window: most recent positions it was trained to see; None when all.
+        causal: positions of a block see only the ones before them.
+        logit_scale: factor on the output matrix's logits that the graph leaves to the reader.
+        softcap: c of the soft-cap c tanh(logits / c) that comes next; 0 for none.
+        top_k: candidates per position of a selector; 0 without one.
     """
 
     n_embd: int
@@ -65,6 +84,12 @@ class DrafterInfo:
     head_type: str
     has_confidence: bool
     heads_path: Path | None
+    family: str = "block"
+    window: int | None = None
+    causal: bool = False
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    top_k: int = 0
 
     @property
     def max_depth(self) -> int:
@@ -122,12 +147,16 @@ def read_drafter(drafter: GgufFile) -> DrafterInfo:
     Raises:
         LocalspecError: the file is no drafter, lacks a setting, or its heads are missing.
     """
+    if drafter.architecture == EAGLE_ARCH:
+        from localspec.eagle_header import read_eagle
+
+        return read_eagle(drafter)
     if drafter.architecture != DRAFTER_ARCH:
         what = _NOT_TARGETS.get(
             drafter.architecture, f"a {drafter.architecture or 'nameless'} model"
         )
         raise LocalspecError(
-            f"{drafter.path} is {what}, not a DSpark or DFlash drafter; convert a drafter "
+            f"{drafter.path} is {what}, not a DSpark, DFlash or Eagle3 drafter; convert a drafter "
             "checkpoint with `localspec convert`"
         )
     path = drafter.path
@@ -149,20 +178,80 @@ def read_drafter(drafter: GgufFile) -> DrafterInfo:
     _check_numbers(drafter)
     n_vocab = len(tokens or ())
     head_type, companion = _head_type(drafter)
+    window = drafter.get("localspec.drafter.window")
+    # Selectors get their logits from the graph as they should be; a Markov head in the graph adds
+    # its bias to the logits as they come, which nothing after it can set right.
+    reshape = head_type == "none" or companion is not None
     info = DrafterInfo(
         n_embd=int(n_embd),
         n_vocab=n_vocab,
         block_size=int(block_size),
         target_layers=tuple(int(x) for x in layers),
         mask_token=int(mask),
-        sample_from_anchor=bool(drafter.arch_get("sample_from_anchor", True)),
+        # Files of llama.cpp's converter say it for DSpark only.
+        sample_from_anchor=bool(
+            drafter.arch_get("sample_from_anchor", head_type not in ("none", "selector"))
+        ),
         head_type=head_type,
         has_confidence=_has_confidence(drafter, companion),
         heads_path=companion,
+        window=window if _positive(window) else None,
+        causal=drafter.arch_get("attention.causal") is True,
+        logit_scale=_number(drafter, "logit_scale", 1.0) if reshape else 1.0,
+        softcap=_number(drafter, "final_logit_softcapping", 0.0) if reshape else 0.0,
+        top_k=_top_k(drafter, int(n_embd)) if head_type == "selector" else 0,
     )
+    reduced_vocabulary(drafter)
     if not 0 <= info.mask_token < n_vocab:
         raise LocalspecError(f"{path}: mask token {info.mask_token} is outside the vocabulary")
     return info
+
+
+def _number(drafter: GgufFile, key: str, default: float) -> float:
+    value = drafter.arch_get(key, default)
+    if not isinstance(value, int | float) or not 0 <= value < 1e6:
+        raise LocalspecError(
+            f"{drafter.path} says {key} = {value}, which no drafter has; convert it again"
+        )
+    return float(value) or default
+
+
+def _top_k(drafter: GgufFile, width: int) -> int:
+    """The candidates of a selector; settings on which llama.cpp would end the process refused."""
+    keys = ("selector_top_k", "selector_rank", "conv_kernel_size", "conv_group_size")
+    k, rank, kernel, group = (drafter.arch_get(key) for key in keys)
+    n_vocab = len(drafter.metadata.get("tokenizer.ggml.tokens") or ())
+    fine = all(_positive(n) for n in (k, rank, kernel, group))
+    fine = fine and drafter.tensors["selector_hidden.weight"].shape[:1] == (rank,)
+    if not fine or width % group or width < k * (k + 1) or k > n_vocab:
+        raise LocalspecError(
+            f"{drafter.path}: the settings of its candidate selector are missing or do not fit "
+            "together; convert the drafter again"
+        )
+    return int(k)
+
+
+def reduced_vocabulary(drafter: GgufFile) -> npt.NDArray[np.int64] | None:
+    """[rows of the output matrix] token ids of a drafter that drafts some tokens only, else None.
+
+    llama.cpp writes its logits to these places and trusts them, so they are checked.
+
+    Raises:
+        LocalspecError: the list does not fit the file's output matrix or vocabulary.
+    """
+    if "d2t" not in drafter.tensors:
+        return None
+    stored = drafter.tensors["d2t"]
+    ids = drafter.integers("d2t") if stored.type_name == "I64" else None
+    output = drafter.tensors.get("output.weight")
+    n_vocab = len(drafter.metadata.get("tokenizer.ggml.tokens") or ())
+    fits = ids is not None and output is not None and output.shape[:1] == ids.shape
+    if ids is None or not fits or not ids.size or ids.min() < 0 or ids.max() >= n_vocab:
+        raise LocalspecError(
+            f"{drafter.path}: its list of drafted tokens (d2t) does not fit its output matrix or "
+            "vocabulary; convert the drafter again"
+        )
+    return ids
 
 
 def check_pair(target: GgufFile, drafter: GgufFile) -> DrafterInfo:
@@ -179,7 +268,13 @@ def check_pair(target: GgufFile, drafter: GgufFile) -> DrafterInfo:
             "features for that architecture, so no drafter can be used; leave -d out to decode "
             "plainly"
         )
-    _same(drafter, target, "width", info.n_embd, int(target.arch_get("embedding_length")))
+    width = int(target.arch_get("embedding_length"))
+    if info.family == "eagle3":
+        from localspec.eagle_header import check_target_width
+
+        check_target_width(drafter, target, width)
+    else:
+        _same(drafter, target, "width", info.n_embd, width)
     _same(drafter, target, "vocabulary size", info.n_vocab, vocab_size(target))
     n_layer = int(target.arch_get("block_count"))
     tokens = "tokenizer.ggml.tokens"
@@ -188,7 +283,8 @@ def check_pair(target: GgufFile, drafter: GgufFile) -> DrafterInfo:
     trained_on = drafter.get("localspec.target.block_count")
     if trained_on is not None:
         _same(drafter, target, "number of target layers", int(trained_on), n_layer)
-    out_of_range = [i for i in info.target_layers if not 0 <= i < n_layer]
+    most = n_layer if target.architecture in LAST_OUTPUT_ARCHS else n_layer - 1
+    out_of_range = [i for i in info.target_layers if not 0 <= i <= most]
     if out_of_range:
         raise LocalspecError(
             f"{drafter.path.name} reads target layer {out_of_range[0]}, but {target.path.name} has "
@@ -253,17 +349,57 @@ def _check_numbers(model: GgufFile) -> None:
                 f"{model.path}: tensor {name!r} holds integers ({tensor.type_name}); the file is "
                 "damaged, download or convert it again"
             )
-    bias = model.tensors.get("conf_proj.bias")
-    if bias is not None and bias.type_name != "F32":
-        raise LocalspecError(f"{model.path}: conf_proj.bias is not F32; convert the drafter again")
+    for name, tensor in model.tensors.items():
+        exact = name in ("conf_proj.bias", "rope_freqs.weight") or name.endswith("_conv_base")
+        if exact and tensor.type_name != "F32":
+            raise LocalspecError(f"{model.path}: {name} is not F32; convert the file again")
     check("block_count", lambda n: 1 <= n <= MAX_LAYERS)
     check("attention.layer_norm_rms_epsilon", lambda e: 0 <= e < 1)
     check("attention.layer_norm_epsilon", lambda e: 0 <= e < 1)
     check("attention.sliding_window", lambda n: 0 <= n <= 1 << 24, lists=True)
-    if model.architecture in (DRAFTER_ARCH, "qwen3", "qwen3moe"):
+    if _has_streams(model):
+        _check_streams(model)
+    elif model.architecture in (DRAFTER_ARCH, "qwen3", "qwen3moe"):
         # These rotate whole heads.
         head = model.arch_get("attention.key_length")
         check("rope.dimension_count", lambda n: n == (head or n) and n > 0 and n % 2 == 0)
+
+
+def _has_streams(model: GgufFile) -> bool:
+    """Whether a model is a DeepSeek-V4, or a drafter made of its layers."""
+    count = model.arch_get("hyper_connection.count", 0)
+    return model.architecture == "deepseek4" or (model.architecture == DRAFTER_ARCH and count != 0)
+
+
+def _check_streams(model: GgufFile) -> None:
+    """Refuse settings of DeepSeek-V4 layers on which llama.cpp would end the process."""
+    get = model.arch_get
+    heads, groups, experts = (
+        get(key) for key in ("attention.head_count", "attention.output_group_count", "expert_count")
+    )
+    head, rope = get("attention.key_length"), get("rope.dimension_count")
+    fine = {
+        "hyper_connection.count": get("hyper_connection.count") == 4,
+        "attention.output_group_count": _positive(groups)
+        and _positive(heads)
+        and heads % groups == 0,
+        "attention.sliding_window": _positive(get("attention.sliding_window")),
+        "attention.value_length": _positive(head) and get("attention.value_length") == head,
+        "rope.dimension_count": _positive(rope) and rope <= head and rope % 2 == 0,
+        "expert_count": _positive(experts) and experts <= 1024,
+        "expert_used_count": _positive(get("expert_used_count"))
+        and get("expert_used_count") <= experts,
+    }
+    if model.architecture != DRAFTER_ARCH:
+        # llama.cpp rotates the indexer's keys in blocks of 64.
+        key = get("attention.indexer.key_length")
+        fine["attention.indexer.key_length"] = _positive(key) and key % 64 == 0
+    for key, good in fine.items():
+        if not good:
+            raise LocalspecError(
+                f"{model.path} says {key} = {get(key)}, which no DeepSeek-V4 has; it is damaged, "
+                "download or convert it again"
+            )
 
 
 def _check_tokens(model: GgufFile) -> None:
@@ -281,6 +417,8 @@ def _positive(value: object) -> bool:
 
 
 def _head_type(drafter: GgufFile) -> tuple[str, Path | None]:
+    if "selector_hidden.weight" in drafter.tensors:
+        return "selector", None
     if "markov_w1.weight" in drafter.tensors:
         return "vanilla", None
     kind = drafter.get("localspec.heads.type", "none")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from localspec.calibration import Calibration
 from localspec.tree import ROOT, DraftTree
 
 Floats = npt.NDArray[np.float64]
@@ -20,9 +21,15 @@ Floats = npt.NDArray[np.float64]
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
 
 
-# A gain must be worth this factor before anything is verified: odds and costs are estimates, and
-# being slower than plain decoding is worse than missing some gain.
+# A repeat in the text must be worth this factor before it is verified: odds and costs are
+# estimates, and being slower than plain decoding is worse than missing some gain.
 MARGIN = 1.15
+# Drafted rounds must be faster per token than plain ones by this factor, or drafting pauses.
+PAYS = 1.05
+# What an accepted token is worth: this share of it by the round's own speed, the rest by the
+# running mean. The mean alone would be right if rounds were alike; hard stretches of text are not.
+# Chosen with benchmarks/simulate.py.
+OWN_SHARE = 0.4
 # Costs change slowly with the context: one curve serves this many tokens of depth.
 _DEPTH_STEP = 32
 
@@ -94,29 +101,70 @@ def _bounded(x: float, low: float, high: float) -> float:
 class Survival:
     """Odds that a drafted token is right, given that its parent is.
 
-    The drafter's own probability p of the token, corrected: logit a = b_d + w logit p with one
-    offset per depth. The offsets are learned while generating (online logistic regression) and
-    drift back slowly, so that a bad drafter or an unusual text is noticed within tens of tokens.
+    The drafter's own probability p of the token and what its confidence head says of the parent,
+    corrected per depth: logit a = b_d + w_d logit p + g_d [likeliest child] + v_d (logit c - m_d),
+    with the weights of a calibration or, without one, what is usual. The offsets are learned while
+    generating (online logistic regression) and drift back slowly, so that a bad drafter or an
+    unusual text is noticed within tens of tokens.
 
     Args:
         depths: draft depths.
         slope: w.
         offsets: [depths] b_d to start from and to drift back to.
+        calibration: the weights of every depth, instead of the two.
     """
 
-    RATE, MEMORY = 0.15, 0.998
+    RATE, MEMORY = 0.1, 0.998
+    # Drafters are overconfident; fits on three pairs gave slopes of 0.77 to 0.9 and offsets of
+    # -0.1 to -0.4 at most depths.
+    SLOPE, OFFSET = 0.85, -0.2
 
     def __init__(
-        self, depths: int, slope: float = 1.0, offsets: Sequence[float] | None = None
+        self,
+        depths: int,
+        slope: float = SLOPE,
+        offsets: Sequence[float] | None = None,
+        *,
+        calibration: Calibration | None = None,
     ) -> None:
-        self.slope = slope
-        self.start = np.zeros(depths) if offsets is None else np.asarray(offsets, np.float64).copy()
+        self.start = np.full(depths, self.OFFSET)
+        self.slopes = np.full(depths, slope)
+        self.first, self.weights, self.means = np.zeros((3, depths))
+        if calibration is not None:
+            offsets, self.slopes = calibration.offsets, np.array(calibration.slopes)
+            self.first = np.array(calibration.first)
+            self.weights = np.array(calibration.confidence)
+            self.means = np.array(calibration.confidence_mean)
+        if offsets is not None:
+            self.start = np.asarray(offsets, np.float64).copy()
         self.offsets = self.start.copy()
 
-    def log_odds(self, depth: int, log_p: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """log a of tokens at one depth (0-based) from their log p under the drafter."""
+    @property
+    def asks_confidence(self) -> bool:
+        """Whether the confidence head's answers change anything."""
+        return bool(self.weights.any())
+
+    def log_odds(
+        self,
+        depth: int,
+        log_p: npt.NDArray[np.float32],
+        confidence: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """log a of tokens at one depth (0-based).
+
+        Args:
+            depth: from 0.
+            log_p: their log p under the drafter; [P, k] are the k likeliest children of P parents
+                in falling order.
+            confidence: logit c at their parents, of a shape that fits; its mean when left out.
+        """
+        d = min(depth, len(self.offsets) - 1)
         p = np.clip(np.exp(log_p), 1e-6, 1 - 1e-6)
-        z = self.offsets[min(depth, len(self.offsets) - 1)] + self.slope * np.log(p / (1 - p))
+        z = self.offsets[d] + self.slopes[d] * np.log(p / (1 - p))
+        if z.ndim == 2:
+            z[:, 0] += self.first[d]
+        if confidence is not None:
+            z = z + self.weights[d] * (confidence - self.means[d])
         out: npt.NDArray[np.float32] = -np.logaddexp(0.0, -z).astype(np.float32)
         return out
 
@@ -155,22 +203,75 @@ class ContextOdds:
         self._seen[at] = self.MEMORY * self._seen[at] + 1
 
 
-def best_size(survival: Floats, cost: Floats, fixed: float) -> tuple[int, float]:
+class RankOdds:
+    """Corrects survival by rank: the sum over the best n nodes is what a size is chosen by.
+
+    Odds that are right node by node can still be wrong where it matters: the deep nodes of a
+    confident tree come true less often than they say, the first nodes of a doubtful one more
+    often. Per class of ranks, what was predicted is compared with what came true.
+    """
+
+    EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+    PRIOR, MEMORY = 2.0, 0.99
+
+    def __init__(self) -> None:
+        self._predicted = np.zeros(len(self.EDGES) + 1)
+        self._right = np.zeros(len(self.EDGES) + 1)
+
+    def correct(self, survival: Floats) -> Floats:
+        """[N] falling survival of the nodes of a tree, corrected."""
+        ratio = (self._right + self.PRIOR) / (self._predicted + self.PRIOR)
+        at = np.searchsorted(self.EDGES, np.arange(len(survival)), side="right")
+        out: Floats = np.minimum(survival * ratio[at], 1.0)
+        return out
+
+    def observe(self, tree: DraftTree, committed: Sequence[int]) -> None:
+        """Compare a tree, scored with uncorrected log survival, with the text that followed.
+
+        Nodes beyond what was committed are left out, unless the path to them is already wrong.
+        """
+        token, parent, depth = tree.token.tolist(), tree.parent.tolist(), tree.depth.tolist()
+        known, right = [False] * len(tree), [False] * len(tree)
+        for i, above in enumerate(parent):
+            if above == ROOT or right[above]:
+                known[i] = depth[i] <= len(committed)
+                right[i] = known[i] and token[i] == committed[depth[i] - 1]
+            else:
+                known[i] = known[above]
+        order = np.argsort(-tree.score, kind="stable")
+        at = np.searchsorted(self.EDGES, np.arange(len(tree)), side="right")
+        predicted = np.exp(tree.score[order].astype(np.float64)) * np.array(known, bool)[order]
+        n = len(self.EDGES) + 1
+        self._predicted = self.MEMORY * self._predicted + np.bincount(at, predicted, n)
+        self._right = self.MEMORY * self._right + np.bincount(
+            at, np.array(right, np.float64)[order], n
+        )
+
+
+def best_size(
+    survival: Floats, cost: Floats, fixed: float, usual: float | None = None
+) -> tuple[int, float]:
     """How many of the best nodes to verify.
 
     Args:
         survival: [N] falling probabilities that each node is accepted.
         cost: [M] seconds of target passes of 1, 2, ... tokens.
         fixed: seconds of the round that do not depend on the choice (draft, host).
+        usual: tokens per second of rounds so far; None where this round stands alone.
 
     Returns:
-        (n, tokens per second) with the largest (1 + sum of the n best) / (fixed + T(n + 1)) over
-        every n from 0; curves are jagged, so all of them are looked at.
+        (n, tokens per second of a round of n nodes). Alone, n has the largest
+        (1 + sum of the n best) / (fixed + T(n + 1)) over every n from 0; curves are jagged, so
+        all of them are looked at. Otherwise n has the largest expected tokens minus what its time
+        is worth at a speed between that largest ratio and `usual`.
     """
     n = min(len(survival), len(cost) - 1)
     expected = 1 + np.concatenate([[0.0], np.cumsum(survival[:n])])
     rate = expected / (fixed + cost[: n + 1])
     best = int(rate.argmax())
+    if usual is not None:
+        speed = OWN_SHARE * float(rate[best]) + (1 - OWN_SHARE) * usual
+        best = int((expected - speed * cost[: n + 1]).argmax())
     return best, float(rate[best])
 
 
@@ -192,12 +293,13 @@ class Pacing:
     wait: int = 0
     pause: int = 0
     MEMORY: float = field(default=0.9, repr=False)
-    LONGEST: int = field(default=4096, repr=False)
+    # Pauses grow up to this many times the one that makes probing cost 1%.
+    GROWTH: float = field(default=2.0, repr=False)
 
     @property
     def pays(self) -> bool:
         """Whether drafted rounds have been faster per token than plain ones."""
-        return self.seconds == 0 or self.tokens * self.plain >= self.seconds
+        return self.seconds == 0 or self.tokens * self.plain >= PAYS * self.seconds
 
     def ask(self) -> bool:
         """Whether to draft this round; counts a plain round when not."""
@@ -216,15 +318,18 @@ class Pacing:
             probe: what a drafted round costs more than a plain one when nothing is accepted.
         """
         keep = self.MEMORY if self.seconds else 0.0
+        if not self.pays and tokens * plain >= PAYS * seconds:
+            keep = 0.0  # a probe that pays: the text has changed, what was before is no guide
         self.tokens = keep * self.tokens + (1 - keep) * tokens
         self.seconds = keep * self.seconds + (1 - keep) * seconds
         self.plain = keep * self.plain + (1 - keep) * plain
         if self.pays:
             self.pause = 0
             return
-        # Probing must stay below 1% of the time; it gets rarer while it keeps failing.
+        # Probing must stay below 1% of the time, and gets rarer while it keeps failing; but not
+        # ever rarer, so that a text that becomes easy is noticed.
         shortest = int(np.ceil(100 * probe / max(plain, 1e-9)))
-        self.pause = min(max(shortest, 2 * self.pause), max(shortest, self.LONGEST))
+        self.pause = min(max(shortest, 2 * self.pause), int(self.GROWTH * shortest))
         self.wait = self.pause
 
 
@@ -237,6 +342,7 @@ class AutoPolicy:
         host_seconds: what growing a tree in Python adds to a drafted round.
         switch_seconds: what a pass costs more when the one before had another size.
         depths: draft depths of the drafter.
+        calibration: the drafter's, if it has one.
     """
 
     def __init__(
@@ -247,11 +353,14 @@ class AutoPolicy:
         depths: int,
         host_seconds: float = 0.0,
         switch_seconds: float = 0.0,
+        calibration: Calibration | None = None,
     ) -> None:
         self.curve, self.block_seconds, self.host_seconds = curve, block_seconds, host_seconds
         self.switch_seconds, self.last_size = switch_seconds, 1
-        self.survival = Survival(max(1, depths))
+        self.survival = Survival(max(1, depths), calibration=calibration)
         self.context = ContextOdds()
+        self.ranks = RankOdds()
+        self._offered = DraftTree.empty()  # what the last drafted round chose from
         self.pacing = Pacing()
 
     def choose(self, tree: DraftTree, context_depth: int, *, drafted: bool) -> DraftTree:
@@ -273,16 +382,24 @@ class AutoPolicy:
         cost = cost + self.switch_seconds * switches
         fixed = self.host_seconds + self.block_seconds if drafted else 0.0
         survival = np.exp(np.sort(tree.score.astype(np.float64))[::-1])
-        n, rate = best_size(survival, cost, fixed)
-        if rate * plain < MARGIN:
-            n, rate = 0, 1 / (fixed + float(cost[0]))
         if drafted:
+            pacing = self.pacing
+            usual = max(pacing.tokens / pacing.seconds if pacing.seconds else 0.0, 1 / plain)
+            n, rate = best_size(self.ranks.correct(survival), cost, fixed, usual)
             seconds = fixed + float(cost[n])
-            self.pacing.observe(rate * seconds, seconds, plain, self.block_seconds)
+            pacing.observe(rate * seconds, seconds, plain, self.block_seconds)
+        else:
+            n, rate = best_size(survival, cost, fixed)
+            if rate * plain < MARGIN:
+                n = 0
+        self._offered = tree if drafted else DraftTree.empty()
         return tree.best(n)
 
     def learn_draft(self, tree: DraftTree, committed: Sequence[int]) -> None:
         """Compare a drafter's whole tree with what the target chose, as far as both go."""
+        if len(self._offered):
+            self.ranks.observe(self._offered, committed)
+            self._offered = DraftTree.empty()
         at = ROOT
         for d, token in enumerate(committed):
             above = 0.0 if at == ROOT else float(tree.score[at])

@@ -34,12 +34,19 @@ class Round:
         verified: nodes given to the target.
         accepted: nodes the target agreed with and that were kept.
         seconds: where the time went.
+        chosen: nodes that the policy, or the user, wanted verified; `verified` is less where the
+            tree had too many leaves, and one where deterministic mode pads a single row.
+        paused: the drafter was left alone because it has not been paying.
+        probing: the drafter was asked only to see whether it pays again.
     """
 
     drafted: int
     verified: int
     accepted: int
     seconds: Seconds
+    chosen: int = 0
+    paused: bool = False
+    probing: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Step:
         token_ids: new tokens, an end token included.
         round: the round behind it; None for the first token, which comes from the prefill.
         prefill: the prefill, with the first step only.
-        finish_reason: "stop" or "length" with the last step; None before.
+        finish_reason: "stop", "length" or "cancelled" with the last step; None before.
     """
 
     text: str
@@ -87,7 +94,8 @@ class Result:
         prompt_tokens: length of the prompt.
         processed_tokens: prompt tokens that were evaluated (not found in the KV cache).
         prefill_seconds: time to the first token.
-        finish_reason: "stop" (end token or stop string) or "length".
+        finish_reason: "stop" (end token or stop string), "length" or "cancelled" (also when the
+            generator was closed before its last step).
     """
 
     text: str = ""
@@ -96,7 +104,7 @@ class Result:
     prompt_tokens: int = 0
     processed_tokens: int = 0
     prefill_seconds: float = 0.0
-    finish_reason: str = "length"
+    finish_reason: str = "cancelled"
 
     def add(self, step: Step) -> None:
         """Take in the next step."""
@@ -116,6 +124,16 @@ class Result:
         """Accepted length: tokens committed per round, the bonus token included."""
         n = len(self.rounds)
         return (len(self.token_ids) - 1) / n if n else 0.0
+
+    @property
+    def paused(self) -> int:
+        """Rounds in which the policy left the drafter alone."""
+        return sum(r.paused for r in self.rounds)
+
+    @property
+    def probes(self) -> int:
+        """Rounds that asked a drafter which was not paying whether it pays again."""
+        return sum(r.probing for r in self.rounds)
 
     @property
     def tokens_per_second(self) -> float:

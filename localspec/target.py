@@ -80,7 +80,7 @@ class Target:
         return self.context.logits()
 
     def features(self, rows: int | Sequence[int] | npt.NDArray[np.integer]) -> Floats:
-        """Captured layer inputs of the last pass, side by side.
+        """Captured layer inputs of the last pass, side by side; or its next states.
 
         Args:
             rows: the first n rows of the batch, or row indices.
@@ -89,6 +89,8 @@ class Target:
             [n, len(layers) * n_embd] float32 (a copy).
         """
         pick = slice(rows) if isinstance(rows, int) else rows
+        if self.context.options.next_states is not None:
+            return np.array(self.context.next_states()[pick])
         return np.concatenate([self.context.layer_input(i)[pick] for i in self.layers], axis=1)
 
     def commit(self, path: Sequence[int]) -> None:

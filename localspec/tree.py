@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from localspec.calibration import log_odds_of
 from localspec.errors import LocalspecError
 from localspec.heads import Heads
 from localspec.topk import shortlist as largest
@@ -265,7 +266,8 @@ def build_tree(
     children: int,
     frontier: int,
     confidence: float = 0.0,
-    calibrate: Callable[[int, Floats], Floats] | None = None,
+    calibrate: Callable[..., Floats] | None = None,
+    ask_confidence: bool = False,
     shortlist: int = SHORTLIST,
 ) -> DraftTree:
     """Grow a tree from one block: the head is asked once per parent (PCTree).
@@ -288,6 +290,8 @@ def build_tree(
             of every child of u. 0 is PCTree as published.
         calibrate: (depth from 0, log pi [P, k]) -> log odds that a child is right given its
             parent; the scores then sum those. Must be at most 0 and keep the order.
+        ask_confidence: give `calibrate` a third argument where there is a confidence head: its
+            log odds at the parents, [P, 1].
         shortlist: candidate tokens per depth.
 
     Returns:
@@ -321,7 +325,11 @@ def build_tree(
             log_pi += confidence * np.log(heads.confidence(tokens, hidden))[:, None]
         at, best = top_k(log_pi, children)
         if calibrate is not None:
-            best = calibrate(d, best)
+            if ask_confidence and hidden is not None and heads.has_confidence:
+                asked = log_odds_of(heads.confidence(tokens, hidden))[:, None]
+                best = calibrate(d, best, asked)
+            else:
+                best = calibrate(d, best)
         flat = (scores[:, None] + best).ravel()
         order = np.argsort(-flat, kind="stable")[:frontier]
         parents = order // at.shape[1]

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localspec.policy import SIZES
-from localspec.tree import DraftTree, build_tree
+from localspec.rollout import grow_tree
+from localspec.tree import Block, DraftTree, build_tree
 
 if TYPE_CHECKING:
     from localspec.engine import Engine
@@ -87,7 +88,7 @@ def measure(
     switch = _switch_seconds(engine, text, shallow, clock)
     block = host = 0.0
     if drafter is not None:
-        drafter.absorb(np.concatenate(features))
+        drafter.absorb(np.concatenate(features), text[:_SHALLOW])
         drafter.propose(text[0])  # the first pass allocates
         for _ in range(3):
             at = clock()
@@ -95,12 +96,17 @@ def measure(
             block = min(block or np.inf, clock() - at)
         # A round absorbs a few rows before it drafts.
         at = clock()
-        drafter.absorb(features[0][:2])
+        drafter.absorb(features[0][:2], text[:2])
         proposal = drafter.propose(text[0])
         block = max(block, clock() - at)
         for _ in range(3):
             at = clock()
-            build_tree(proposal, drafter.heads, budget=engine.max_nodes, children=4, frontier=12)
+            if isinstance(proposal, Block):
+                build_tree(
+                    proposal, drafter.heads, budget=engine.max_nodes, children=4, frontier=12
+                )
+            else:  # its levels are passes of the drafter
+                grow_tree(proposal, budget=engine.max_nodes, children=4, frontier=12)
             host = min(host or np.inf, clock() - at)
     depths, curves = [_SHALLOW], [_complete(shallow, sizes)]
     # Prefill runs faster per token than any pass measured here, so this bounds it from above.

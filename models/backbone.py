@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from localspec.errors import LocalspecError
 from localspec.models.config import DrafterConfig
+from localspec.models.dflash2 import CandidateSelector, DFlash2Layer
+from localspec.models.gemma4 import Gemma4Attention, Gemma4Layer
 from localspec.models.layers import Attention, ContextCache, Layer, RMSNorm, rope_angles
 
 __all__ = ["Backbone", "ContextCache"]
@@ -38,23 +40,13 @@ class Backbone(nn.Module):
         self.lm_head = nn.Linear(d, config.vocab_size, bias=False) if own_lm_head else None
         self.fc = nn.Linear(config.num_features, d, bias=False)
         self.hidden_norm = RMSNorm(d, eps)
-        self.layers = nn.ModuleList(
-            Layer(
-                Attention(
-                    d,
-                    config.num_attention_heads,
-                    config.num_key_value_heads,
-                    config.head_dim,
-                    eps,
-                    bias=config.attention_bias,
-                ),
-                d,
-                config.intermediate_size,
-                eps,
-            )
-            for _ in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(_layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(d, eps)
+        self.candidate_selector = (
+            CandidateSelector(config.vocab_size, d, config.selector_rank)
+            if config.selector_rank
+            else None
+        )
         # Buffers outside the state dict: they are the target's and are never saved with us.
         self.register_buffer("target_embed", None, persistent=False)
         self.register_buffer("target_lm_head", None, persistent=False)
@@ -82,10 +74,10 @@ class Backbone(nn.Module):
                 "this drafter has no token embeddings of its own; "
                 "call tie_target with the target's matrices first"
             )
-        return F.embedding(tokens, weight)
+        return F.embedding(tokens, weight) * self.config.embedding_scale
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """`L = lm_head(h)`: hidden [..., d] -> [..., V].
+        """`L = lm_head(h)`, scaled and soft-capped where the config says so: [..., d] -> [..., V].
 
         Raises LocalspecError when the checkpoint has no output matrix and no target is tied.
         """
@@ -100,7 +92,9 @@ class Backbone(nn.Module):
                 "this drafter has no output matrix of its own; "
                 "call tie_target with the target's matrices first"
             )
-        return F.linear(hidden, weight)
+        logits = F.linear(hidden, weight) * self.config.logit_scale
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_cache(self) -> ContextCache:
         """An empty context."""
@@ -168,6 +162,9 @@ class Backbone(nn.Module):
             if window is not None:
                 near = positions[:, None] - key_positions < window
                 seen = near if visible is None else visible & near
+            if self.config.causal or (self.config.causal_sliding and window is not None):
+                earlier = key_positions <= positions[:, None]
+                seen = earlier if seen is None else seen & earlier
             x, _ = layer(x, rope, context[index], seen)
         return self.norm(x)
 
@@ -180,10 +177,29 @@ class Backbone(nn.Module):
         return [layer.self_attn.keys_values(injected, rope) for layer in layers]
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        c = self.config
+        return rope_angles(positions, c.head_dim, c.rope_theta, c.partial_rotary_factor)
 
     def _block_tokens(self, anchors: Tensor) -> Tensor:
         """anchors [A] token ids -> [A * B]: each followed by B-1 mask tokens."""
         blocks = anchors.new_full((len(anchors), self.config.block_size), self.config.mask_token_id)
         blocks[:, 0] = anchors
         return blocks.reshape(-1)
+
+
+def _layer(config: DrafterConfig) -> Layer:
+    c = config
+    sizes = (
+        c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rms_norm_eps
+    )  # fmt: skip
+    if c.backbone == "gemma4":
+        shared = Gemma4Attention(*sizes, bias=c.attention_bias, k_eq_v=c.attention_k_eq_v)
+        return Gemma4Layer(shared, c.hidden_size, c.intermediate_size, c.rms_norm_eps)
+    attention = Attention(*sizes, bias=c.attention_bias)
+    attention.value_scale = c.attention_value_scale
+    rest = (attention, c.hidden_size, c.intermediate_size, c.rms_norm_eps)
+    if c.selector_rank:
+        return DFlash2Layer(
+            *rest, block=c.block_size, kernel=c.conv_kernel_size, group=c.conv_group_size
+        )
+    return Layer(*rest)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from localspec.errors import LocalspecError
 
+BACKBONES = ("qwen3", "gemma4")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MOST = 2**31 - 1  # what every format these numbers end up in can hold
@@ -52,6 +53,20 @@ class DrafterConfig:
     tie_word_embeddings: bool = False
     num_target_layers: int | None = None
     num_anchors: int = 64  # blocks per training sequence
+    draft_vocab_size: int | None = None  # rows of a reduced output matrix
+    backbone: str = "qwen3"  # one of BACKBONES
+    partial_rotary_factor: float = 1.0  # share of a head's pairs that turn (gemma4)
+    attention_k_eq_v: bool = False  # keys and values share one matrix (gemma4)
+    causal: bool = False  # positions of a block see only earlier ones of it
+    causal_sliding: bool = False  # they do in the sliding layers, but not in the others
+    embedding_scale: float = 1.0  # on the token embeddings
+    attention_value_scale: float = 1.0  # on what attention gives
+    logit_scale: float = 1.0  # on the output matrix's logits, before the soft-cap
+    final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c)
+    conv_kernel_size: int = 0  # DFlash 2: positions a dynamic convolution spans
+    conv_group_size: int = 0  # DFlash 2: channels that share its coefficients
+    selector_rank: int = 0  # DFlash 2: width of the candidate selector; 0: not a DFlash 2
+    selector_top_k: int = 0  # DFlash 2: candidates per position
 
     @property
     def num_features(self) -> int:
@@ -100,7 +115,12 @@ class DrafterConfig:
         """
         if not isinstance(data, Mapping):
             raise LocalspecError(f"{where}: must hold a JSON object, not {_kind(data)}")
+        if _is_gemma4(data):
+            return cls.from_dict(_gemma4(data, where), where=where)
         read = _Reader(data, where)
+        backbone = data.get("backbone", "qwen3")
+        if backbone not in BACKBONES:
+            read.fail("backbone", f"is {backbone!r}; known ones are {', '.join(BACKBONES)}")
 
         hidden_act = data.get("hidden_act", "silu")
         if hidden_act != "silu":
@@ -129,8 +149,10 @@ class DrafterConfig:
 
         # DFlash checkpoints keep these two in a nested object and predict at mask positions only.
         nested = data.get("dflash_config")
-        draft = _Reader({**data, **nested}, where) if isinstance(nested, Mapping) else read
-        mask_token_id = draft.integer("mask_token_id", least=0)
+        if isinstance(nested, Mapping):
+            data = _dflash(data, nested, layers)
+            read = _Reader(data, where)
+        mask_token_id = read.integer("mask_token_id", least=0)
         if mask_token_id >= vocab_size:
             read.fail(
                 "mask_token_id",
@@ -138,7 +160,7 @@ class DrafterConfig:
                 "use the id of the mask token",
             )
         num_target_layers = read.optional_integer("num_target_layers", least=1)
-        target_layer_ids = _target_layer_ids(draft, num_target_layers)
+        target_layer_ids = _target_layer_ids(read, num_target_layers)
 
         layer_types = _layer_types(read, layers)
         sliding_window = read.optional_integer("sliding_window", least=1)
@@ -174,6 +196,31 @@ class DrafterConfig:
                 "is true but markov_rank is 0; set it to false or give the drafter a Markov head",
             )
 
+        causal = data.get("is_causal")
+        if causal is None:
+            causal = data.get("causal")
+        if not isinstance(causal, bool | None):
+            read.fail("is_causal", f"must be true or false, not {_kind(causal)}")
+
+        selector_rank = read.integer("selector_rank", least=0, default=0)
+        conv_group_size = read.integer("conv_group_size", least=0, default=0)
+        of_dflash_2 = ("conv_kernel_size", "conv_group_size", "selector_top_k")
+        if not selector_rank and any(read.integer(f, least=0, default=0) for f in of_dflash_2):
+            read.fail("selector_rank", "is missing beside other settings of a DFlash 2; set it")
+        if selector_rank:
+            for field in of_dflash_2:
+                read.integer(field, least=1)
+            if hidden_size % conv_group_size:
+                read.fail(
+                    "conv_group_size",
+                    f"is {conv_group_size}, which does not divide hidden_size = {hidden_size}; "
+                    "use a divisor",
+                )
+            if markov_rank:
+                read.fail("selector_rank", "is set beside markov_rank; a drafter has one head")
+            if enable_confidence:
+                read.fail("enable_confidence_head", "is true beside a selector; set it to false")
+
         return cls(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -201,10 +248,79 @@ class DrafterConfig:
             tie_word_embeddings=read.boolean("tie_word_embeddings", default=False),
             num_target_layers=num_target_layers,
             num_anchors=read.integer("num_anchors", least=1, default=64),
+            draft_vocab_size=read.optional_integer("draft_vocab_size", least=1),
+            backbone=backbone,
+            partial_rotary_factor=_rotary_share(read, head_dim) if backbone == "gemma4" else 1.0,
+            attention_k_eq_v=read.boolean("attention_k_eq_v", default=False),
+            causal=bool(causal),
+            causal_sliding=read.boolean("causal_sliding", default=False),
+            embedding_scale=read.positive("input_embedding_scale", default=1.0),
+            attention_value_scale=read.positive("attention_value_scale", default=1.0),
+            logit_scale=read.positive("output_multiplier", default=1.0),
+            final_logit_softcapping=(
+                read.positive("final_logit_softcapping")
+                if data.get("final_logit_softcapping")
+                else None
+            ),
+            conv_kernel_size=read.integer("conv_kernel_size", least=0, default=0),
+            conv_group_size=conv_group_size,
+            selector_rank=selector_rank,
+            selector_top_k=read.integer("selector_top_k", least=0, default=0),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The config.json of the published layout; `from_dict(to_dict())` gives an equal config."""
+        values = self._common()
+        if self.backbone == "gemma4":
+            return values | {
+                "architectures": ["Gemma4DSparkModel"],
+                "model_type": "gemma4_text",
+                "hidden_activation": "gelu_pytorch_tanh",
+                "attention_k_eq_v": self.attention_k_eq_v,
+                "global_head_dim": self.head_dim,
+                "num_global_key_value_heads": self.num_key_value_heads,
+                "hidden_size_per_layer_input": 0,
+                "enable_moe_block": False,
+                "final_logit_softcapping": self.final_logit_softcapping,
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_theta": self.rope_theta,
+                        "rope_type": "proportional",
+                        "partial_rotary_factor": self.partial_rotary_factor,
+                    }
+                },
+            }
+        if self._is_dflash():
+            values |= {"architectures": ["DFlashDraftModel"], "is_causal": self.causal}
+            if self.causal_sliding:
+                values["causal_sliding"] = True
+            values["dflash_config"] = {
+                "input_embedding_scale": self.embedding_scale,
+                "attention_value_scale": self.attention_value_scale,
+                "output_multiplier": self.logit_scale,
+                "final_logit_softcapping": self.final_logit_softcapping,
+            }
+            if self.selector_rank:
+                values["architectures"] = ["DFlash2DraftModel"]
+                values["dflash_config"] |= {
+                    "conv_kernel_size": self.conv_kernel_size,
+                    "conv_group_size": self.conv_group_size,
+                    "selector_rank": self.selector_rank,
+                    "selector_top_k": self.selector_top_k,
+                }
+        return values
+
+    def _is_dflash(self) -> bool:
+        """Whether anything is set that only DFlash's layout has a place for."""
+        return (
+            self.causal
+            or self.causal_sliding
+            or bool(self.selector_rank)
+            or self.final_logit_softcapping is not None
+            or not self.embedding_scale == self.attention_value_scale == self.logit_scale == 1
+        )
+
+    def _common(self) -> dict[str, Any]:
         return {
             "architectures": ["Qwen3DSparkModel"],
             "model_type": "qwen3",
@@ -291,6 +407,105 @@ class _Reader:
         if not isinstance(value, bool):
             self.fail(field, f"must be true or false, not {_kind(value)}")
         return bool(value)
+
+
+def _is_gemma4(data: Mapping[str, Any]) -> bool:
+    named = data.get("architectures")
+    by_name = isinstance(named, list) and "Gemma4DSparkModel" in named
+    return data.get("backbone") is None and (
+        by_name or data.get("model_type") in ("gemma4_text", "gemma4_unified_text")
+    )
+
+
+def _gemma4(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A Gemma 4 drafter's config in the words of the other backbone.
+
+    Defaults are those of transformers' Gemma4TextConfig, which leaves them out of what it saves.
+    The released drafter uses the target's global attention in all its layers: `global_head_dim`,
+    one rope, no windows.
+    """
+    read = _Reader(data, where)
+    activation = data.get("hidden_activation") or "gelu_pytorch_tanh"
+    if activation != "gelu_pytorch_tanh":
+        read.fail("hidden_activation", f"is {activation!r}; Gemma 4 drafters use gelu_pytorch_tanh")
+    if read.boolean("enable_moe_block", default=False):
+        read.fail("enable_moe_block", "is true; drafters with experts are not supported")
+    if read.integer("hidden_size_per_layer_input", least=0, default=0):
+        read.fail("hidden_size_per_layer_input", "is not 0; per-layer inputs are not supported")
+    shared = read.integer("num_kv_shared_layers", least=0, default=0)
+    if shared and read.boolean("use_double_wide_mlp", default=False):
+        read.fail("use_double_wide_mlp", "is true; double-wide layers are not supported")
+    same = read.boolean("attention_k_eq_v", default=False)
+    rope = data.get("rope_parameters")
+    if isinstance(rope, Mapping) and isinstance(rope.get("full_attention"), Mapping):
+        rope = rope["full_attention"]
+    elif not rope:
+        rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    if not isinstance(rope, Mapping):
+        read.fail("rope_parameters", f"must be an object, not {_kind(rope)}")
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "proportional"):
+        read.fail("rope_parameters", f"asks for rope type {kind!r}; only 'proportional' works here")
+    share = rope.get("partial_rotary_factor") if kind == "proportional" else 1.0
+    if share is None:
+        read.fail("rope_parameters", "has no partial_rotary_factor, which 'proportional' needs")
+    width = read.integer("hidden_size", least=1)
+    return {
+        **data,
+        "backbone": "gemma4",
+        "hidden_act": "silu",  # of the other backbone; this one knows its own
+        "attention_k_eq_v": same,
+        "head_dim": read.integer("global_head_dim", least=2, default=512),
+        "num_key_value_heads": read.integer(
+            "num_global_key_value_heads" if same else "num_key_value_heads", least=1
+        ),
+        "rope_parameters": {"rope_theta": rope.get("rope_theta", 1e6)},
+        "rope_theta": rope.get("rope_theta", 1e6),
+        "rope_scaling": None,
+        "partial_rotary_factor": share,
+        "input_embedding_scale": width**0.5,
+    }
+
+
+def _rotary_share(read: _Reader, head_dim: int) -> float:
+    share = read.positive("partial_rotary_factor", default=1.0)
+    turning = head_dim * share / 2
+    if share > 1 or turning < 1 or turning != int(turning):
+        read.fail(
+            "partial_rotary_factor",
+            f"is {share}, which does not turn a whole number of pairs of a head of {head_dim}",
+        )
+    return share
+
+
+def _dflash(data: Mapping[str, Any], nested: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Everything DFlash keeps in its nested object, at the top; that wins over what was there."""
+    flat = {**data, **{key: value for key, value in nested.items() if value is not None}}
+    if nested.get("use_swa"):
+        flat["sliding_window"] = nested.get("swa_window_size") or data.get("sliding_window")
+        flat["layer_types"] = ["sliding_attention"] * layers
+        flat["use_sliding_window"] = True
+    elif data.get("use_sliding_window") is False:
+        flat["layer_types"] = flat["sliding_window"] = None
+    # Checkpoints that do not say so were trained with sliding layers that look back only: served
+    # the other way, z-lab's for Gemma 4 31B lost 6% of its accepted tokens (SGLang, pull request
+    # 34524). vLLM takes them so, too. Those with `use_swa` look both ways (MiMo).
+    elif isinstance(flat.get("layer_types"), list):
+        sliding = [kind == "sliding_attention" for kind in flat["layer_types"]]
+        if any(sliding) and flat.get("is_causal") is None and flat.get("causal") is None:
+            flat["is_causal" if all(sliding) else "causal_sliding"] = True
+    of_target = flat.get("num_target_layers")
+    if flat.get("target_layer_ids") is None and type(of_target) is int:
+        flat["target_layer_ids"] = _spread(of_target, layers)
+    return flat
+
+
+def _spread(num_target_layers: int, layers: int) -> list[int]:
+    """DFlash's default features: evenly from layer 1 to the fourth from the end."""
+    if layers == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + i * span / (layers - 1)) for i in range(layers)]
 
 
 def _target_layer_ids(read: _Reader, num_target_layers: int | None) -> tuple[int, ...]:

@@ -60,6 +60,8 @@ class Drafter(Backbone):
             if self.markov_head is not None and state is not None:
                 bias, state = self.markov_head.step(parent, hidden[depth][None], state)
                 row = row + bias[0]
+            if self.candidate_selector is not None:
+                row = self._selected(row[None], hidden[depth][None], parent)[0]
             row_probs = _probabilities(row, temperature)
             parents.append(parent)
             parent = (
@@ -87,9 +89,18 @@ class Drafter(Backbone):
     def path_logits(self, hidden: Tensor, parents: Tensor) -> Tensor:
         """`z_d` along given paths: hidden [..., D, d], parents [..., D] -> [..., D, V]."""
         base = self.base_logits(hidden)
+        if self.candidate_selector is not None:
+            rows = (base.flatten(0, -2), hidden.flatten(0, -2), parents.flatten())
+            return self._selected(*rows).view(base.shape)
         if self.markov_head is None:
             return base
         return base + self.markov_head.block_bias(parents, hidden)
+
+    def _selected(self, base: Tensor, hidden: Tensor, parents: Tensor) -> Tensor:
+        assert self.candidate_selector is not None
+        top_k = self.config.selector_top_k
+        selected: Tensor = self.candidate_selector(base, hidden, parents, top_k)
+        return selected
 
     def confidence_logits(self, hidden: Tensor, parents: Tensor) -> Tensor | None:
         """hidden [..., d], parents [...] token ids -> logits [...], None without the head."""

@@ -24,10 +24,18 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rope_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """positions [n] -> (cos, sin), each [n, 1, head_dim] float32; halves repeat."""
+def rope_angles(
+    positions: Tensor, head_dim: int, theta: float, share: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """positions [n] -> (cos, sin), each [n, 1, head_dim] float32; halves repeat.
+
+    `share` below 1 ("proportional" rope): only that part of the pairs turns, at the frequencies
+    they would have anyway; the others stay where they are.
+    """
     steps = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angles = positions.float()[:, None] * (1.0 / theta**steps)
+    speeds = 1.0 / theta**steps
+    speeds[int(share * head_dim // 2) :] = 0
+    angles = positions.float()[:, None] * speeds
     angles = torch.cat([angles, angles], dim=-1)[:, None, :]
     return angles.cos(), angles.sin()
 
@@ -41,6 +49,9 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 class Attention(nn.Module):
     """Grouped-query attention with normalised queries and keys; what is visible is given."""
+
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    value_scale = 1.0
 
     def __init__(
         self,
@@ -82,8 +93,9 @@ class Attention(nn.Module):
             k.repeat_interleave(group, dim=1).transpose(0, 1)[None],
             v.repeat_interleave(group, dim=1).transpose(0, 1)[None],
             attn_mask=visible,
+            scale=self.scale,
         )
-        return self.o_proj(out[0].transpose(0, 1).reshape(len(x), -1))
+        return self.o_proj(self.value_scale * out[0].transpose(0, 1).reshape(len(x), -1))
 
 
 class SwiGLU(nn.Module):

@@ -190,7 +190,7 @@ def test_auto_outtype_follows_the_checkpoint(target, drafters, tmp_path):
     save_bf16(drafter.tensors, half / "model.safetensors")
     assert convert(half, target.gguf, tmp_path / "b.gguf").outtype == "q8_0"
     with pytest.raises(ValueError, match="outtype"):
-        run(drafter, target, tmp_path / "c.gguf", outtype="q4_0")
+        run(drafter, target, tmp_path / "c.gguf", outtype="q4")
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
@@ -221,13 +221,19 @@ def test_sliding_windows(target, drafters, tmp_path):
 
 
 def test_rope_settings(target, drafters, tmp_path):
-    config = {"rope_parameters": {"partial_rotary_factor": 0.25}, "rope_theta": 5e5}
+    # This backbone turns whole heads, whatever its config has copied from the target's.
+    config = {
+        "rope_parameters": {"partial_rotary_factor": 0.25},
+        "rope_theta": 5e5,
+        "partial_rotary_factor": 0.5,
+    }
     path = rewrite(drafters["vanilla"], tmp_path / "c", config)
     convert(path, target.gguf, tmp_path / "d.gguf")
     with GgufFile(tmp_path / "d.gguf") as file:
         assert file.get("dflash.rope.freq_base") == 5e5
         assert file.get("dflash.rope.dimension_count") == drafters["vanilla"].config["head_dim"]
         assert not any("partial" in key for key in file.metadata)
+        assert "rope_freqs.weight" not in file.tensors
 
 
 def test_embedding_output_as_a_feature(target, drafters, tmp_path):

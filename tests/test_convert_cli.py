@@ -78,8 +78,8 @@ def test_errors_are_left_to_the_caller(built):
 
 
 def test_bad_usage(built):
-    result = CliRunner().invoke(command, [str(built[1]["vanilla"].path), "--outtype", "q4_0"])
-    assert result.exit_code == 2 and "q4_0" in result.stderr
+    result = CliRunner().invoke(command, [str(built[1]["vanilla"].path), "--outtype", "q4"])
+    assert result.exit_code == 2 and "q4" in result.stderr
     assert CliRunner().invoke(command, []).exit_code == 2
 
 

@@ -562,8 +562,8 @@ def test_files_in_each_others_place_are_refused(tiny_target, tiny_drafter, tmp_p
         ((drafter, None), "is a DSpark or DFlash drafter, not a target"),
         ((drafter, drafter), "is a DSpark or DFlash drafter, not a target"),
         ((heads, None), "is the heads of a drafter, not a target"),
-        ((target, target), "is a qwen3 model, not a DSpark or DFlash drafter"),
-        ((target, heads), "is the heads of a drafter, not a DSpark or DFlash drafter"),
+        ((target, target), "is a qwen3 model, not a DSpark, DFlash or Eagle3 drafter"),
+        ((target, heads), "is the heads of a drafter, not a DSpark, DFlash or Eagle3 drafter"),
         ((target, alone), "keeps its gated head in alone.heads.gguf, which is missing"),
         ((target, mixed), "belongs to another drafter than mixed.gguf"),
     ]:

@@ -115,7 +115,7 @@ def test_a_pair_that_does_not(build, words, files, tmp_path):
 
 def test_two_of_a_kind(files):
     assert "not a target" in error(files["vanilla"], files["rnn"])
-    assert "not a DSpark or DFlash drafter" in error(files["target"], files["target"])
+    assert "not a DSpark, DFlash or Eagle3 drafter" in error(files["target"], files["target"])
     assert "not a target" in error(files["vanilla"], files["heads"])
 
 

@@ -12,6 +12,8 @@ from localspec._version import __version__
 from localspec.errors import LocalspecError
 
 _COMMANDS = {
+    "bench": "localspec.cli.bench:bench",
+    "calibrate": "localspec.cli.calibrate:calibrate",
     "chat": "localspec.cli.chat:chat",
     "convert": "localspec.cli.convert:convert",
     "generate": "localspec.cli.generate:generate",

@@ -14,12 +14,16 @@ from localspec.errors import LocalspecError
 
 if TYPE_CHECKING:
     from localspec.convert import Progress
+    from localspec.convert.verify import Report
 
-OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
+OUTTYPES = (
+    "auto", "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0",
+    "q3_k", "q2_k",
+)  # fmt: skip
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("source")
 @click.option(
     "--target",
     type=click.Path(path_type=Path),
@@ -29,7 +33,7 @@ OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="GGUF to write. Default: <checkpoint>-<outtype>.gguf in the current directory.",
+    help="GGUF to write. Default: <source>-<outtype>.gguf in the current directory.",
 )
 @click.option(
     "--outtype",
@@ -43,30 +47,52 @@ OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
     is_flag=True,
     help="Put token embeddings and output matrix in, instead of sharing the target's.",
 )
+@click.option(
+    "--verify/--no-verify",
+    default=None,
+    help="Compare the result with the torch reference. Default: when torch is installed.",
+)
+@click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def convert(
-    checkpoint: Path,
+    source: str,
     target: Path | None,
     output: Path | None,
     outtype: str,
     standalone: bool,
+    verify: bool | None,
+    revision: str | None,
     force: bool,
 ) -> None:
-    """Convert a DSpark drafter CHECKPOINT to GGUF.
+    """Convert a drafter checkpoint to GGUF.
 
-    CHECKPOINT is a directory with config.json and model.safetensors. Tokenizer and vocabulary
-    come from the target's GGUF. Everything is checked against the target first, and the output
-    appears only when it is complete. Gated and rnn heads go into a second file beside it.
+    SOURCE is a directory with config.json and weights, the output of a training, a weights file,
+    or a hub id such as deepseek-ai/dspark_qwen3_8b_block7. Tokenizer and vocabulary come from the
+    target's GGUF. Everything is checked against the target first, and the output appears only
+    when it is complete. Gated and rnn heads go into a second file beside it.
+
+    A drafter that is a GGUF already is checked against the target, and copied with -o.
     """
     from localspec import pairs
     from localspec.convert import convert as run
-    from localspec.convert import resolve_outtype
+    from localspec.convert import hub, ready, resolve_outtype
+    from localspec.convert.verify import available
 
     if target is None:
         target = pairs.default_target()
+    name = (hub.hub_id(source) or source).rstrip("/")
+    checkpoint = hub.resolve(source, revision, lambda line: click.echo(line, err=True))
+    if ready.is_gguf(checkpoint):
+        copied = ready.use(checkpoint, target, output, force=force)
+        click.echo(f"{checkpoint} is a GGUF already and fits {target}")
+        if copied is not None:
+            click.echo(f"copied to {copied}")
+        _say_use(target, copied or checkpoint)
+        return
     if output is None:
         outtype = resolve_outtype(checkpoint, outtype)
-        output = Path(f"{checkpoint.resolve().name}-{outtype}.gguf")
+        stem = Path(name).resolve().name if hub.hub_id(source) is None else name.split("/")[-1]
+        output = Path(f"{stem}-{outtype}.gguf")
     if output.is_dir():
         raise LocalspecError(f"{output} is a directory; name the GGUF file to write")
     # Gated and rnn heads take a second name, whose file would be replaced as well.
@@ -75,7 +101,13 @@ def convert(
             raise LocalspecError(f"{path} exists; use --force to replace it, or another output")
     with _progress_bar() as progress:
         result = run(
-            checkpoint, target, output, outtype=outtype, standalone=standalone, progress=progress
+            checkpoint,
+            target,
+            output,
+            outtype=outtype,
+            standalone=standalone,
+            verify=available() if verify is None else verify,
+            progress=progress,
         )
     size = result.nbytes / 1e6
     click.echo(
@@ -86,7 +118,29 @@ def convert(
         click.echo(f"wrote {result.heads_path}: its heads; keep the two files side by side")
     for note in result.notes:
         click.echo(f"note: {note}", err=True)
-    click.echo(f"use it: localspec chat -m {_quoted(target)} -d {_quoted(result.path)}")
+    if result.report is not None:
+        _print_report(result.report)
+    elif verify is None and not available():
+        click.echo("note: not compared with the reference, which needs torch", err=True)
+    _say_use(target, result.path)
+
+
+def _say_use(target: Path, drafter: Path) -> None:
+    click.echo(f"use it: localspec chat -m {_quoted(target)} -d {_quoted(drafter)}")
+
+
+def _print_report(report: Report) -> None:
+    """The differences between the file and the reference, one line each."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("against the reference", box=None, pad_edge=False)
+    for column in ("largest difference", "of the spread", "allowed"):
+        table.add_column(column, justify="right")
+    for d in report.differences:
+        largest = f"{d.largest:.0f} tokens" if d.what == "chain" else f"{d.largest:.2g}"
+        table.add_row(d.what, largest, f"{d.relative:.2g}", f"{d.allowed:g}")
+    Console(highlight=False).print(table)
 
 
 @contextmanager

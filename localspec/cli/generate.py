@@ -51,8 +51,11 @@ def generate(
     localspec generate -p "Why is the sky blue?" -n 200
     localspec generate -m target.gguf -d drafter.gguf -p "Write a haiku" --temp 0.7 --seed 1
     """
+    from localspec.cli.chatui.clean import printable
     from localspec.engine import Result
 
+    # A file gets what the model wrote; a terminal nothing that could steer it.
+    piped = sys.stdout is None or not sys.stdout.isatty()
     if prompt is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise click.UsageError("no prompt; give one with -p, or pipe it in")
@@ -67,7 +70,7 @@ def generate(
         for step in engine.generate(text, params, max_tokens=max_tokens, draft=draft, stop=stop):
             result.add(step)
             if not as_json:
-                click.echo(step.text, nl=False)
+                click.echo(step.text if piped else printable(step.text), nl=False)
         click.echo(json.dumps(as_dict(result)) if as_json else "")
 
 

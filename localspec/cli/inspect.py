@@ -52,7 +52,7 @@ def misfit(first: GgufFile, second: GgufFile) -> str | None:
     from localspec import pairs
 
     target, drafter = first, second
-    if first.architecture == pairs.DRAFTER_ARCH:
+    if first.architecture in pairs.DRAFTER_ARCHS:
         target, drafter = second, first
     try:
         pairs.check_pair(target, drafter)
@@ -69,7 +69,7 @@ def describe(gguf_file: GgufFile) -> dict[str, Any]:
     """
     from localspec import pairs
 
-    if gguf_file.architecture == pairs.DRAFTER_ARCH:
+    if gguf_file.architecture in pairs.DRAFTER_ARCHS:
         found = _describe_drafter(gguf_file)
     elif gguf_file.architecture == pairs.HEADS_ARCH:
         found = _describe_heads(gguf_file)
@@ -94,9 +94,11 @@ def in_words(description: dict[str, Any]) -> str:
 
 
 def _describe_target(target: GgufFile) -> dict[str, Any]:
-    from localspec import pairs
+    from localspec import mtp, pairs
 
     pairs.check_target(target)
+    layers = mtp.n_mtp_layers(target)
+    inside = {"mtp_layers": layers, "drafts_with_mtp": mtp.can_draft(target)} if layers else {}
     return {
         "kind": "target",
         "name": _text(target, "general.name"),
@@ -108,6 +110,7 @@ def _describe_target(target: GgufFile) -> dict[str, Any]:
         **_storage(target),
         "chat_template": "tokenizer.chat_template" in target.metadata,
         "layer_features": pairs.features_available(target),
+        **inside,
     }
 
 
@@ -116,23 +119,7 @@ def _describe_drafter(drafter: GgufFile) -> dict[str, Any]:
     from localspec.ggufio import GgufFile
 
     info = pairs.read_drafter(drafter)
-    rank = 0
-    if "markov_w1.weight" in drafter.tensors:
-        rank = drafter.tensors["markov_w1.weight"].shape[-1]
-    elif info.heads_path is not None:
-        with GgufFile(info.heads_path) as heads:
-            rank = _number(heads.get("localspec.heads.rank")) or 0
-    return {
-        "kind": "drafter",
-        "name": _text(drafter, "general.name"),
-        "family": "DSpark" if info.sample_from_anchor else "DFlash",
-        "head": info.head_type,
-        "rank": rank,
-        "heads_file": None if info.heads_path is None else str(info.heads_path),
-        "confidence_head": info.has_confidence,
-        "block_size": info.block_size,
-        "depths": info.max_depth,
-        "mask_token": info.mask_token,
+    shared = {
         "layers": _number(drafter.arch_get("block_count")),
         "width": info.n_embd,
         "vocabulary": info.n_vocab,
@@ -141,6 +128,39 @@ def _describe_drafter(drafter: GgufFile) -> dict[str, Any]:
         "of_target_layers": _number(drafter.get("localspec.target.block_count")),
         **_storage(drafter),
         "standalone": "token_embd.weight" in drafter.tensors,
+    }
+    if info.family == "eagle3":
+        d2t = drafter.tensors.get("d2t")
+        return {
+            "kind": "drafter",
+            "name": _text(drafter, "general.name"),
+            "family": "Eagle3",
+            "depths": info.max_depth,
+            "drafts_tokens": info.n_vocab if d2t is None else d2t.shape[0],
+            **({} if info.heads_path is None else {"layer_file": str(info.heads_path)}),
+            **shared,
+            "standalone": {"token_embd.weight", "output.weight"} <= drafter.tensors.keys(),
+        }
+    rank = 0
+    if "markov_w1.weight" in drafter.tensors:
+        rank = drafter.tensors["markov_w1.weight"].shape[-1]
+    elif info.top_k:
+        rank = drafter.tensors["selector_hidden.weight"].shape[0]
+    elif info.heads_path is not None:
+        with GgufFile(info.heads_path) as heads:
+            rank = _number(heads.get("localspec.heads.rank")) or 0
+    return {
+        "kind": "drafter",
+        "name": _text(drafter, "general.name"),
+        "family": "DFlash 2" if info.top_k else "DSpark" if info.sample_from_anchor else "DFlash",
+        "head": info.head_type,
+        "rank": rank,
+        "heads_file": None if info.heads_path is None else str(info.heads_path),
+        "confidence_head": info.has_confidence,
+        "block_size": info.block_size,
+        "depths": info.max_depth,
+        "mask_token": info.mask_token,
+        **shared,
     }
 
 
@@ -192,6 +212,8 @@ def _in_words(key: str, value: Any) -> str:
         return "none" if key == "heads_file" else "not said"
     if key == "layer_features":
         return "yes: drafters can be used" if value else "no: plain decoding only"
+    if key == "drafts_with_mtp":
+        return "yes: -d mtp drafts with its own layers" if value else "no"
     if key == "standalone":
         return "yes" if value else "no: embeddings and output matrix are the target's"
     if key == "stored_as":

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -33,7 +34,8 @@ def _stack(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 model_options = _stack(
     click.option("-m", "--model", metavar="FILE",
                  help="GGUF of the target (left out: the default pair)."),
-    click.option("-d", "--drafter", metavar="FILE", help="GGUF of a drafter for it."),
+    click.option("-d", "--drafter", metavar="FILE", help="GGUF of a drafter for it; "
+                 "'mtp': the target's own multi-token prediction layers."),
     click.option("--n-ctx", default=4096, show_default=True, metavar="N",
                  help="Context length in tokens; 0 takes the model's own."),
     click.option("--threads", default=0, metavar="N",
@@ -76,6 +78,8 @@ draft_options = _stack(
     click.option("--context-drafts/--no-context-drafts", default=True, show_default=True,
                  help="Also draft from repeats in the text so far."),
     click.option("--no-speculation", is_flag=True, help="Decode plainly."),
+    click.option("--deterministic", is_flag=True,
+                 help="Same prompt and seed, same text on this machine, every time."),
 )  # fmt: skip
 
 
@@ -108,8 +112,9 @@ def drafting(options: dict[str, Any]) -> DraftOptions:
 
     policy, tokens = options.pop("policy"), options.pop("draft_tokens")
     width, context = options.pop("tree_width"), options.pop("context_drafts")
+    deterministic = options.pop("deterministic")
     if options.pop("no_speculation"):
-        return DraftOptions(tokens=0)
+        return DraftOptions(tokens=0, deterministic=deterministic)
     if policy is None:
         policy = "auto" if tokens is None and width is None else "fixed"
     default = DraftOptions.auto() if policy == "auto" else DraftOptions()
@@ -118,6 +123,7 @@ def drafting(options: dict[str, Any]) -> DraftOptions:
         tokens=default.tokens if tokens is None else tokens,
         width=default.width if width is None else width,
         context=context,
+        deterministic=deterministic,
     )
 
 
@@ -144,18 +150,31 @@ def measure(engine: Engine) -> Tuning:
 @contextmanager
 def loaded_engine(options: dict[str, Any]) -> Iterator[Engine]:
     """The engine of the options of `model_options` (which are taken out), closed at the end."""
+    target, drafter = target_and_drafter(options)
+    with load_engine(target, drafter, options) as engine:
+        yield engine
+
+
+def target_and_drafter(options: dict[str, Any]) -> tuple[str | Path, str | Path | None]:
+    """The files that `model_options` name (taken out), or the default pair."""
     from localspec import pairs
-    from localspec.engine import Engine
 
     target, drafter = options.pop("model"), options.pop("drafter")
     if target is None:
         default_target, default_drafter = pairs.default_pair()
         target = default_target
         drafter = drafter if drafter is not None else default_drafter
+    return target, drafter
+
+
+def load_engine(target: str | Path, drafter: str | Path | None, options: dict[str, Any]) -> Engine:
+    """An engine with the other options of `model_options` (which are taken out)."""
+    from localspec.engine import Engine
+
     if options.pop("verbose"):
         show_log()
     flash = {"auto": None, "on": True, "off": False}[options.pop("flash_attn")]
-    with Engine.load(
+    return Engine.load(
         target,
         drafter,
         n_ctx=options.pop("n_ctx"),
@@ -164,8 +183,7 @@ def loaded_engine(options: dict[str, Any]) -> Iterator[Engine]:
         flash_attn=flash,
         kv_type=options.pop("kv_type"),
         use_mmap=not options.pop("no_mmap"),
-    ) as engine:
-        yield engine
+    )
 
 
 def show_log() -> None:

@@ -1,0 +1,1 @@
+"""The parts of `localspec chat`, one idea a file."""
