@@ -43,8 +43,25 @@ ROWS = (
     Row("DFlash 2", "z-lab (`DFlash2DraftModel`: candidate selector, dynamic convolutions)",
         YES, "its lattice as the tree",
         "test_convert_dflash.py::test_our_scores_are_llama_cpp_s_lattice"),
-    Row("Eagle3", "the release's and SpecForge's (one layer, `d2t`)",
+    Row("DSpark, Gemma 4 backbone", "with `attention_k_eq_v` false, MoE blocks, per-layer inputs",
+        "refused: llama.cpp's drafter graph has none of them", "no",
+        "test_convert_gemma4.py::test_what_cannot_be_represented_is_refused_by_name"),
+    Row("DFlash", "windows on some layers, directions undeclared or mixed",
+        "yes, with a note: llama.cpp has one direction for all layers", "chain and tree",
+        "test_convert_dflash.py::test_undeclared_directions"),
+    Row("DFlash", "with `mask_embedding.pt`", "refused", "no",
+        "test_convert_dflash.py::test_a_mask_embedding_of_its_own_is_refused"),
+    Row("Eagle3", "the DSpark release's (Qwen3; q and k norms, five feature layers)",
+        "yes, into two files", "chain and tree",
+        "test_eagle3.py::test_hidden_states_logits_and_chain_are_the_references"),
+    Row("Eagle3", "SpecForge and speculators (one layer, three feature layers, `d2t`)",
         YES, "chain and tree", "test_eagle3.py::test_verified_in_every_type"),
+    Row("Eagle3", "Gemma 4, `fc_norm` (Eagle3.1), scaled rope", "refused", "no",
+        "test_eagle3.py::test_what_cannot_be_converted_is_refused"),
+    Row("multi-token prediction layer", "inside a Qwen3.5-type target's GGUF",
+        "not needed: `-d mtp`", "chain", "test_mtp.py::test_greedy_text_is_the_targets"),
+    Row("multi-token prediction layers", "inside other targets' GGUFs",
+        "recognised by `localspec inspect`", "no", "test_mtp.py::test_recognised"),
     Row("DSpark, DeepSeek-V4 backbone", "inside a full DeepSeek-V4 checkpoint (`mtp.N.*`)",
         YES, "chain",
         "test_convert_deepseek4.py::test_verification_passes_for_every_kind_of_type"),
@@ -86,11 +103,11 @@ ROWS = (
 
 _HEAD = """# Which checkpoints convert
 
-Generated from `convert/registry.py` (`python -m localspec.convert.registry docs/checkpoints.md`).
+Generated from `convert/registry.py` (in `docs/`: `python -m localspec.convert.registry checkpoints.md`).
 Every row is proven on tiny seeded checkpoints in exactly that layout: written out, converted,
-loaded in llama.cpp, and compared with the torch reference where the row converts. None was tried
-here on a published checkpoint of full size; `localspec convert` makes the same comparison on
-yours (see [converting](convert.md)).
+loaded in llama.cpp and compared with the torch reference, or, where only the packaging differs,
+compared with a conversion that was. None was tried here on a published checkpoint of full size;
+`localspec convert` makes the same comparison on yours (see [converting](convert.md)).
 
 | drafter | packaging | converts | runs | proven by |
 |---|---|---|---|---|

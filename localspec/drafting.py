@@ -180,8 +180,8 @@ class Drafting:
             ask = self._auto.pacing.ask()
             paused, probing = not ask, losing and ask
         block, seconds = self._block(anchor, depth) if ask else (None, 0.0)
-        if block is None and not self._branch:
-            return Draft(DraftTree.empty(), 0, seconds, paused, probing)
+        if block is None and not self._promising(odds):
+            return Draft(DraftTree.empty(), len(self._branch), seconds, paused, probing)
         rejects = self._sampler.params.rejects
         if self._auto is None and rejects:
             tree = self._drawn(block, nodes, odds)
@@ -203,6 +203,12 @@ class Drafting:
             probing,
             chosen,
         )
+
+    def _promising(self, odds: Sequence[float]) -> bool:
+        """Whether a branch from the context, all there is, deserves a closer look."""
+        if not self._branch:
+            return False
+        return self._auto is None or self._auto.promising(odds, self._target.n_past)
 
     def _likeliest(
         self, block: Block | EagleRollout | None, nodes: int, odds: Sequence[float]

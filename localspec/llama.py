@@ -133,18 +133,6 @@ class _Library:
         return function
 
     @property
-    def quantize_chunk(self) -> Any:
-        """ggml's `ggml_quantize_chunk`, which llama-cpp-python does not bind."""
-        library = self.api._lib
-        if not hasattr(library, "ggml_quantize_chunk"):  # Windows looks into no dependencies
-            library = ctypes.CDLL(str(Path(library._name).with_name("ggml-base.dll")))
-        function = library.ggml_quantize_chunk
-        function.restype = ctypes.c_size_t
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        function.argtypes = [ctypes.c_int, pointer, pointer, size, size, size, pointer]
-        return function
-
-    @property
     def recent(self) -> deque[str]:
         """The errors llama.cpp logged in this thread."""
         if not hasattr(self._threads, "recent"):
@@ -219,9 +207,12 @@ def quantize_rows(values: Floats, kind: str) -> npt.NDArray[np.uint8]:
     source = np.ascontiguousarray(values, np.float32)
     out = np.empty((rows, columns // per_block * block_bytes), np.uint8)
     if rows:
-        library().quantize_chunk(
-            number, source.ctypes.data, out.ctypes.data, 0, rows, columns, None
-        )
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        quantise = library().ggml_function(
+            "ggml_quantize_chunk", ctypes.c_size_t,
+            ctypes.c_int, pointer, pointer, size, size, size, pointer,
+        )  # fmt: skip
+        quantise(number, source.ctypes.data, out.ctypes.data, 0, rows, columns, None)
     return out
 
 

@@ -5,6 +5,7 @@ Pure arithmetic on numbers that others measure; no model and no clock in here.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -64,11 +65,15 @@ class CostCurve:
 
     def at(self, depth: int) -> Floats:
         """[largest] seconds of passes of 1, 2, 3, ... tokens at a context depth."""
+        out: Floats = self._at_step(depth) * self._factor
+        return out
+
+    def _at_step(self, depth: int) -> Floats:
+        """As it was measured, before anything was observed."""
         step = depth // _DEPTH_STEP
         if step not in self._known:
             self._known[step] = self._measured(step * _DEPTH_STEP)
-        out: Floats = self._known[step] * self._factor
-        return out
+        return self._known[step]
 
     def _measured(self, depth: int) -> Floats:
         rows = np.array([np.interp(self._every, self.sizes, row) for row in self.seconds])
@@ -88,7 +93,8 @@ class CostCurve:
         """Learn from a real pass. One outlier moves an entry by half a percent at most."""
         if not 1 <= size <= self.largest or seconds <= 0:
             return
-        ratio = seconds / float(self.at(depth)[size - 1])
+        expected = float(self._at_step(depth)[size - 1]) * float(self._factor[size - 1])
+        ratio = seconds / expected
         self._load *= _bounded(ratio / self._load, 0.8, 1.25) ** 0.3
         own = _bounded(ratio / self._load, 0.8, 1.25) ** 0.02
         self._factor[size - 1] = _bounded(float(self._factor[size - 1]) * own, 0.25, 4.0)
@@ -185,20 +191,21 @@ class ContextOdds:
     PRIOR, MEMORY = 4.0, 0.98
 
     def __init__(self) -> None:
-        self._right = np.zeros(len(self.EDGES) + 1)
-        self._seen = np.zeros(len(self.EDGES) + 1)
+        self._right = [0.0] * (len(self.EDGES) + 1)
+        self._seen = [0.0] * (len(self.EDGES) + 1)
 
     def odds(self, length: int, count: int) -> list[float]:
         """Odds of `count` tokens in a row after a match; each that comes true lengthens it."""
-        lengths = length + np.arange(count)
-        at = np.searchsorted(self.EDGES, lengths, side="right")
-        prior = lengths / (lengths + 1.5)
-        estimate = (self._right[at] + self.PRIOR * prior) / (self._seen[at] + self.PRIOR)
-        return [float(x) for x in np.clip(estimate, 0.01, 0.995)]
+        out = []
+        for n in range(length, length + count):
+            at = bisect.bisect_right(self.EDGES, n)
+            right = self._right[at] + self.PRIOR * n / (n + 1.5)
+            out.append(_bounded(right / (self._seen[at] + self.PRIOR), 0.01, 0.995))
+        return out
 
     def observe(self, length: int, right: bool) -> None:
         """The token after a match of some length came out right or wrong."""
-        at = int(np.searchsorted(self.EDGES, length, side="right"))
+        at = bisect.bisect_right(self.EDGES, length)
         self._right[at] = self.MEMORY * self._right[at] + right
         self._seen[at] = self.MEMORY * self._seen[at] + 1
 
@@ -294,7 +301,7 @@ class Pacing:
     pause: int = 0
     MEMORY: float = field(default=0.9, repr=False)
     # Pauses grow up to this many times the one that makes probing cost 1%.
-    GROWTH: float = field(default=2.0, repr=False)
+    GROWTH: float = field(default=3.0, repr=False)
 
     @property
     def pays(self) -> bool:
@@ -387,7 +394,8 @@ class AutoPolicy:
             usual = max(pacing.tokens / pacing.seconds if pacing.seconds else 0.0, 1 / plain)
             n, rate = best_size(self.ranks.correct(survival), cost, fixed, usual)
             seconds = fixed + float(cost[n])
-            pacing.observe(rate * seconds, seconds, plain, self.block_seconds)
+            probe = fixed + 2 * self.switch_seconds
+            pacing.observe(rate * seconds, seconds, plain, probe)
         else:
             n, rate = best_size(survival, cost, fixed)
             if rate * plain < MARGIN:
@@ -395,11 +403,31 @@ class AutoPolicy:
         self._offered = tree if drafted else DraftTree.empty()
         return tree.best(n)
 
+    def promising(self, odds: Sequence[float], context_depth: int) -> bool:
+        """Whether a branch from the context can be worth verifying.
+
+        Most repeats are not, and every round asks: this is `choose` without what is slow in it.
+
+        Args:
+            odds: of its tokens, each given the one before.
+            context_depth: committed tokens.
+        """
+        cost = self.curve.at(context_depth).tolist()
+        expected = survival = 1.0
+        for a, seconds in zip(odds, cost[1:], strict=False):
+            survival *= a
+            expected += survival
+            if expected * cost[0] >= MARGIN * seconds:
+                return True
+        return False
+
     def learn_draft(self, tree: DraftTree, committed: Sequence[int]) -> None:
         """Compare a drafter's whole tree with what the target chose, as far as both go."""
         if len(self._offered):
             self.ranks.observe(self._offered, committed)
             self._offered = DraftTree.empty()
+        if not len(tree):
+            return
         at = ROOT
         for d, token in enumerate(committed):
             above = 0.0 if at == ROOT else float(tree.score[at])

@@ -153,6 +153,8 @@ def test_resizing_while_an_answer_is_drawn(terminal: Callable[[int, int], Termin
     chat.type("/clear", "Enter")
     chat.until(lambda s: "new conversation" in s and waits(s))
     chat.type(LONG, "Enter")
+    # Resized before that, the prompt's own redraw leaves a copy of the line that was typed.
+    chat.until(lambda s: len(squeezed(s).rpartition(squeezed(LONG))[2]) > 20)
     for columns, rows in ((60, 30), (110, 20), (70, 40)):
         before = squeezed(chat.screen())
         chat.resize(columns, rows)
