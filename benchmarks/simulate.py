@@ -29,6 +29,7 @@ from localspec.engine import Engine
 from localspec.policy import AutoPolicy, CostCurve
 from localspec.tree import ROOT, DraftTree
 from recording import NODES, Trace, load, record, save
+from trees import matches
 
 CURVES = Path(__file__).with_name("cost_curves.json")
 HOST_SECONDS = 0.001
@@ -77,17 +78,6 @@ def machines(share: float, block: int) -> list[Machine]:
     return out
 
 
-def accepted(tree: DraftTree, future: Sequence[int]) -> int:
-    """How far the text follows the tree."""
-    at, n = ROOT, 0
-    for token in future:
-        at = next((c for c in tree.children.get(at, ()) if tree.token[c] == token), ROOT)
-        if at == ROOT:
-            break
-        n += 1
-    return n
-
-
 def fixed(traces: Sequence[Trace], machine: Machine, nodes: int, chain: bool) -> Run:
     """Every round verifies the best `nodes` nodes."""
     run = Run([], [], [])
@@ -95,7 +85,7 @@ def fixed(traces: Sequence[Trace], machine: Machine, nodes: int, chain: bool) ->
         at, last = 0, len(trace.answer) - 1
         while at < last:
             tree = (trace.chains if chain else trace.trees)[at].best(nodes)
-            n = accepted(tree, trace.answer[at + 1 :])
+            n = matches(tree, trace.answer[at + 1 :])
             run.tokens.append(n + 1)
             run.seconds.append(machine.seconds(len(tree), nodes > 0))
             run.sizes.append(len(tree))
@@ -115,7 +105,7 @@ def auto(traces: Sequence[Trace], machine: Machine, policy: AutoPolicy | None = 
             tree = DraftTree.empty()
             if asked:
                 tree = policy.choose(whole, trace.start + at, drafted=True)
-            n = accepted(tree, trace.answer[at + 1 :])
+            n = matches(tree, trace.answer[at + 1 :])
             committed = trace.answer[at + 1 : at + n + 2]
             policy.last_size = len(tree) + 1
             policy.learn_draft(whole, committed)
