@@ -12,16 +12,16 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localspec import pairs
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
 
 if TYPE_CHECKING:
+    from localspec.convert.families import AnyCheckpoint, PlannedFile
     from localspec.convert.source import Tensors
     from localspec.convert.verify import Report
-    from localspec.convert.write import Output
 
 __all__ = ["OUTTYPES", "ConvertResult", "convert", "resolve_outtype"]
 
@@ -29,9 +29,6 @@ OUTTYPES = (
     "auto", "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0",
     "q3_k", "q2_k",
 )  # fmt: skip
-# The pair id depends on every byte of both files, so it is filled in when they are complete.
-_ID_LENGTH = 32
-_NO_ID = "?" * _ID_LENGTH
 
 Progress = Callable[[str, int, int, int, int], None]
 
@@ -97,59 +94,23 @@ def convert(
         LocalspecError: anything wrong with the inputs or the output, in one line.
         ValueError: an unknown `outtype`.
     """
-    from localspec.convert import check, deepseek4, eagle3, hub, layout, metadata, packaging, plan
-    from localspec.convert.source import Checkpoint
+    from localspec.convert import families, hub, packaging
 
     out = Path(out)
-    path = packaging.locate(hub.resolve(checkpoint, revision))
-    if deepseek4.recognised(path):
-        return _convert_deepseek4(
-            path, Path(target), out, outtype,
-            standalone=standalone, verify=verify, progress=progress,
-        )  # fmt: skip
-    if eagle3.recognised(path):
-        return _convert_eagle3(
-            path, Path(target), out, outtype,
-            standalone=standalone, verify=verify, progress=progress,
-        )  # fmt: skip
-    source = Checkpoint(path)
+    source = families.open_checkpoint(packaging.locate(hub.resolve(checkpoint, revision)))
     outtype = _resolved(source, outtype)
     with GgufFile(target) as target_file:
-        check.check_fit(source, target_file)
-        check.check_tensors(source)
-        check.check_out(out, source, target_file.path)
-        planned = plan.plan(source, target_file, outtype, standalone=standalone)
-        companion = pairs.heads_path(out) if planned.heads else None
-        pair_id = _NO_ID if companion else ""
-        meta = metadata.drafter_metadata(
-            source.config,
-            target_file,
-            outtype,
-            has_confidence=any(o.name == "conf_proj.weight" for o in planned.drafter),
-            pair_id=pair_id,
-        )
-        files = [_File(out, meta, planned.drafter)]
-        if companion:
-            heads_meta = metadata.heads_metadata(source.config, target_file, pair_id)
-            # The heads first: a drafter is found by its own name, with or without them.
-            beside = pairs.heads_path(files[0].aside)
-            files.insert(0, _File(companion, heads_meta, planned.heads, beside))
+        planned = families.planned(source, target_file, out, outtype, standalone=standalone)
         proof = _proof(source, target_file.path, outtype) if verify else None
-        report = _write(files, source, planned.unused, progress, proof)
-        notes = list(planned.notes)
-        if not standalone and check.embeddings_differ(source, target_file):
-            notes.append(
-                "the checkpoint's token embeddings are not the target's; if it was trained for "
-                "another target, its drafts will be useless"
-            )
+        report = _write(planned.files, source, planned.unused, progress, proof)
     return ConvertResult(
         path=out,
-        heads_path=companion,
+        heads_path=planned.companion,
         outtype=outtype,
-        head_type=layout.head_type(source.config),
-        n_tensors=len(planned.drafter) + len(planned.heads),
-        nbytes=sum(file.path.stat().st_size for file in files),
-        notes=tuple(notes),
+        head_type=planned.head_type,
+        n_tensors=sum(len(file.outputs) for file in planned.files),
+        nbytes=sum(file.path.stat().st_size for file in planned.files),
+        notes=planned.notes,
         report=report,
     )
 
@@ -160,107 +121,9 @@ def resolve_outtype(checkpoint: str | os.PathLike[str], outtype: str) -> str:
     Raises:
         LocalspecError: the checkpoint cannot be read. ValueError: an unknown `outtype`.
     """
-    from localspec.convert import deepseek4, eagle3, packaging
-    from localspec.convert.source import Checkpoint
+    from localspec.convert import families, packaging
 
-    path = packaging.locate(Path(checkpoint))
-    if eagle3.recognised(path):
-        return _resolved(eagle3.EagleCheckpoint(path), outtype)
-    kind = deepseek4.Deepseek4Checkpoint if deepseek4.recognised(path) else Checkpoint
-    return _resolved(kind(path), outtype)
-
-
-def _convert_deepseek4(
-    checkpoint: Path,
-    target: Path,
-    out: Path,
-    outtype: str,
-    *,
-    standalone: bool,
-    verify: bool,
-    progress: Progress | None,
-) -> ConvertResult:
-    """`convert` for the drafter inside a full DeepSeek-V4 checkpoint."""
-    from localspec.convert import check, deepseek4
-
-    source = deepseek4.Deepseek4Checkpoint(checkpoint)
-    outtype = _resolved(source, outtype)
-    with GgufFile(target) as target_file:
-        deepseek4.check_fit(source, target_file)
-        deepseek4.check_tensors(source)
-        check.check_out(out, source, target_file.path)
-        planned = deepseek4.plan(source, target_file, outtype, standalone=standalone)
-        meta = deepseek4.drafter_metadata(source, target_file, outtype)
-        proof = _proof(source, target_file.path, outtype) if verify else None
-        report = _write([_File(out, meta, planned.drafter)], source, (), progress, proof)
-    return ConvertResult(
-        path=out,
-        heads_path=None,
-        outtype=outtype,
-        head_type=deepseek4.HEAD_TYPE,
-        n_tensors=len(planned.drafter),
-        nbytes=out.stat().st_size,
-        notes=planned.notes,
-        report=report,
-    )
-
-
-def _convert_eagle3(
-    checkpoint: Path,
-    target: Path,
-    out: Path,
-    outtype: str,
-    *,
-    standalone: bool,
-    verify: bool,
-    progress: Progress | None,
-) -> ConvertResult:
-    """`convert` for Eagle3 drafters."""
-    from localspec.convert import check, eagle3, eagle3_wide
-
-    source = eagle3.EagleCheckpoint(checkpoint)
-    outtype = _resolved(source, outtype)
-    with GgufFile(target) as target_file:
-        eagle3.check_fit(source, target_file)
-        eagle3.check_tensors(source)
-        check.check_out(out, source, target_file.path)
-        if source.eagle.qk_norm:
-            if standalone:
-                raise LocalspecError(
-                    f"{checkpoint}: this Eagle3 drafter cannot be made standalone; it always uses "
-                    "the target's matrices"
-                )
-            meta = eagle3_wide.wide_metadata(source, target_file, outtype, _NO_ID)
-            files = [_File(out, meta, tuple(eagle3_wide.drafter_outputs(source, outtype)))]
-            companion = pairs.heads_path(out)
-            layer_meta = eagle3_wide.layer_metadata(source, outtype, _NO_ID)
-            layer = tuple(eagle3_wide.layer_outputs(source, outtype))
-            beside = pairs.heads_path(files[0].aside)
-            files.insert(0, _File(companion, layer_meta, layer, beside))
-        else:
-            planned = tuple(eagle3.plan(source, target_file, outtype, standalone=standalone))
-            companion = None
-            files = [_File(out, eagle3.drafter_metadata(source, target_file, outtype), planned)]
-        outputs = [output for file in files for output in file.outputs]
-        notes: tuple[str, ...] = ()
-        if companion and check.embeddings_differ(source, target_file):
-            notes = (
-                "the checkpoint's token embeddings are not the target's; if it was trained for "
-                "another target, its drafts will be useless",
-            )
-        unused = sorted(set(source.tensors) - {o.source_name for o in outputs})
-        proof = _proof(source, target_file.path, outtype) if verify else None
-        report = _write(files, source, unused, progress, proof)
-    return ConvertResult(
-        path=out,
-        heads_path=companion,
-        outtype=outtype,
-        head_type="eagle3",
-        n_tensors=len(outputs),
-        nbytes=sum(file.path.stat().st_size for file in files),
-        notes=notes,
-        report=report,
-    )
+    return _resolved(families.open_checkpoint(packaging.locate(Path(checkpoint))), outtype)
 
 
 def _resolved(source: Tensors, outtype: str) -> str:
@@ -271,34 +134,15 @@ def _resolved(source: Tensors, outtype: str) -> str:
     return "f32" if {t.dtype for t in source.tensors.values()} == {"F32"} else "q8_0"
 
 
-@dataclass(frozen=True)
-class _File:
-    path: Path
-    metadata: dict[str, Any]
-    outputs: tuple[Output, ...]
-    beside: Path | None = None
-
-    @property
-    def aside(self) -> Path:
-        """Where it is written before it gets its name."""
-        return self.beside or self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-
-
-def _proof(source: Any, target: Path, outtype: str) -> Callable[[Path], Report]:
+def _proof(source: AnyCheckpoint, target: Path, outtype: str) -> Callable[[Path], Report]:
     """A function that compares a finished file with the reference."""
-    from localspec.convert import verify
-    from localspec.convert.deepseek4_source import Deepseek4Checkpoint
-    from localspec.convert.eagle3 import EagleCheckpoint
+    from localspec.convert import families, verify
 
-    opener: verify.Opener | None = None
-    if isinstance(source, Deepseek4Checkpoint) and verify.available():
-        from localspec.convert.deepseek4_verify import open_deepseek4 as opener
-    elif isinstance(source, EagleCheckpoint) and verify.available():
-        from localspec.convert.eagle3_verify import open_eagle3 as opener
+    opener = families.reference(source) if verify.available() else None
     return lambda drafter: verify.verify(source, target, drafter, outtype, opener)
 
 
-def _keep_failed(files: list[_File], report: Report) -> LocalspecError:
+def _keep_failed(files: list[PlannedFile], report: Report) -> LocalspecError:
     """Give files that are not what their checkpoint is a name that says so."""
     drafter = files[-1]
     failed = drafter.path.with_name(drafter.path.stem + ".failed.gguf")
@@ -311,14 +155,14 @@ def _keep_failed(files: list[_File], report: Report) -> LocalspecError:
 
 
 def _write(
-    files: list[_File],
+    files: list[PlannedFile],
     source: Tensors,
     unused: Iterable[str],
     progress: Progress | None,
     proof: Callable[[Path], Report] | None = None,
 ) -> Report | None:
     """Write and verify all files aside, then rename them; on any exception none is left."""
-    from localspec.convert import write
+    from localspec.convert import families, write
 
     report = None
     advance = _reporter(files, source, unused, progress)
@@ -333,7 +177,9 @@ def _write(
             write.write_gguf(file.aside, file.metadata, file.outputs, advance, digest)
         if digest is not None:
             for file in files:
-                write.fill_in(file.aside, "localspec.pair_id", digest.hexdigest()[:_ID_LENGTH])
+                write.fill_in(
+                    file.aside, "localspec.pair_id", digest.hexdigest()[: families.ID_LENGTH]
+                )
         for file in files:
             write.verify(file.aside, file.metadata, file.outputs)
         if proof is not None:
@@ -358,7 +204,7 @@ def _write(
 
 
 def _reporter(
-    files: Iterable[_File], source: Tensors, unused: Iterable[str], progress: Progress | None
+    files: Iterable[PlannedFile], source: Tensors, unused: Iterable[str], progress: Progress | None
 ) -> Callable[[str, int], None]:
     """A function that adds source bytes of a tensor and calls `progress` with the sums."""
     costs = [(name, source.tensors[name].nbytes) for name in unused]

@@ -103,7 +103,8 @@ ROWS = (
 
 _HEAD = """# Which checkpoints convert
 
-Generated from `convert/registry.py` (in `docs/`: `python -m localspec.convert.registry checkpoints.md`).
+Generated from `convert/registry.py`, in `docs/`, with
+`python -m localspec.convert.registry checkpoints.md`.
 Every row is proven on tiny seeded checkpoints in exactly that layout: written out, converted,
 loaded in llama.cpp and compared with the torch reference, or, where only the packaging differs,
 compared with a conversion that was. None was tried here on a published checkpoint of full size;
