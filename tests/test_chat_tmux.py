@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localspec import pairs
@@ -58,7 +59,17 @@ class Terminal:
         return self._run("capture-pane", "-p", *more)
 
     def resize(self, columns: int, rows: int) -> None:
+        """Resize between two drawings: whatever is under way to the terminal at that moment was
+        made for the old width, and no program can tell how it will be wrapped."""
+        pane = psutil.Process(int(self._run("display-message", "-p", "#{pane_pid}")))
+        programs = pane.children(recursive=True)
+        for program in programs:
+            program.suspend()
+        time.sleep(0.1)
+        self.until(lambda s: s == self.screen())
         self._run("resize-window", "-x", str(columns), "-y", str(rows))
+        for program in programs:
+            program.resume()
 
     def until(self, true: Callable[[str], object], seconds: float = 60) -> str:
         """Wait for something on the screen; fail when it never comes."""
@@ -154,7 +165,7 @@ def test_resizing_while_an_answer_is_drawn(terminal: Callable[[int, int], Termin
     chat.until(lambda s: "new conversation" in s and waits(s))
     chat.type(LONG, "Enter")
     # Resized before that, the prompt's own redraw leaves a copy of the line that was typed.
-    chat.until(lambda s: len(squeezed(s).rpartition(squeezed(LONG))[2]) > 20)
+    chat.until(lambda s: len(squeezed(s).partition(squeezed(LONG))[2]) > 20)
     for columns, rows in ((60, 30), (110, 20), (70, 40)):
         before = squeezed(chat.screen())
         chat.resize(columns, rows)
