@@ -148,7 +148,7 @@ def test_a_conversation(terminal: Callable[[int, int], Terminal], columns: int, 
     chat.type("/set max-tokens 40", "Enter")
     chat.until(lambda s: "max-tokens is 40 now" in s and waits(s))
     chat.type("/regen", "Enter")
-    chat.until(lambda s: "tokens/s" in s.rpartition("/regen")[2] and waits(s))
+    chat.until(lambda s: "tokens/s" in s.partition("/regen")[2] and waits(s))
     coloured = chat.screen(colours=True).rpartition("/regen")[2]
     assert "\x1b[33m" in coloured  # some drafted token was corrected
     keep(chat.screen(colours=True), f"drafts-{columns}x{rows}.txt")
@@ -176,7 +176,7 @@ def test_resizing_while_an_answer_is_drawn(terminal: Callable[[int, int], Termin
     # What is under way to the terminal in the very moment of a resize is wrapped by chance and may
     # leave a piece behind. What holds: the answer stands there whole, as it does undisturbed.
     chat.type("/regen", "Enter")
-    chat.until(lambda s: "tokens/s" in s.rpartition("/regen")[2] and waits(s))
+    chat.until(lambda s: "tokens/s" in s.partition("/regen")[2] and waits(s))
     again = squeezed(chat.screen(history=True)).rpartition("/regen")[2].partition("60tokens")[0]
     assert len(again) > 100
     assert again in squeezed(everything), everything
