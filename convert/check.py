@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Container, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from localspec import pairs
 from localspec.convert import layout
-from localspec.convert.source import Checkpoint, Tensors, supported
+from localspec.convert.source import Checkpoint, StoredTensor, Tensors, supported
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
 
@@ -26,6 +27,29 @@ def check_fit(checkpoint: Checkpoint, target: GgufFile) -> None:
             width, vocabulary or layers.
     """
     config, here = checkpoint.config, checkpoint.path
+    n_vocab = usable_vocabulary(target)
+    width = int(target.arch_get("embedding_length"))
+    depth = n_layers(target)
+    refuse_different(here, target, "width (hidden_size)", config.hidden_size, width)
+    refuse_different(here, target, "vocabulary (vocab_size)", config.vocab_size, n_vocab)
+    if config.num_target_layers is not None:
+        refuse_different(
+            here, target, "layer count (num_target_layers)", config.num_target_layers, depth
+        )
+    beyond = [i for i in config.target_layer_ids if not -1 <= i <= depth - 2]
+    if beyond:
+        raise LocalspecError(
+            f"{here}: target_layer_ids has {beyond[0]}, but {target.path} has {depth} layers "
+            f"(usable: -1 to {depth - 2}); it was trained for another target"
+        )
+
+
+def usable_vocabulary(target: GgufFile) -> int:
+    """The vocabulary size of a target that can have a drafter.
+
+    Raises:
+        LocalspecError: it is no target, gives no layer features, or has no complete tokenizer.
+    """
     pairs.check_target(target)
     if not pairs.features_available(target):
         raise LocalspecError(
@@ -44,18 +68,7 @@ def check_fit(checkpoint: Checkpoint, target: GgufFile) -> None:
             f"{target.path} has {n_vocab} rows of embeddings for {len(tokens)} tokens, which "
             "llama.cpp refuses to load; convert the target again"
         )
-    width = int(target.arch_get("embedding_length"))
-    depth = n_layers(target)
-    _same(here, target, "width (hidden_size)", config.hidden_size, width)
-    _same(here, target, "vocabulary (vocab_size)", config.vocab_size, n_vocab)
-    if config.num_target_layers is not None:
-        _same(here, target, "layer count (num_target_layers)", config.num_target_layers, depth)
-    beyond = [i for i in config.target_layer_ids if not -1 <= i <= depth - 2]
-    if beyond:
-        raise LocalspecError(
-            f"{here}: target_layer_ids has {beyond[0]}, but {target.path} has {depth} layers "
-            f"(usable: -1 to {depth - 2}); it was trained for another target"
-        )
+    return n_vocab
 
 
 def n_layers(target: GgufFile) -> int:
@@ -81,30 +94,50 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     if checkpoint.draft_tokens is not None:
         needed.append(layout.OUTPUT)
     rules = {rule.published: rule for rule in (*needed, layout.EMBEDDING, layout.OUTPUT)}
-    missing = [rule.published for rule in needed if rule.published not in found]
+    refuse_missing(here, (rule.published for rule in needed), found)
+    refuse_unknown(
+        here, found, rules, "config.json and the weights do not belong together, or this is "
+        "another kind of model",
+    )  # fmt: skip
+    for name, tensor in found.items():
+        refuse_misfit(here, name, tensor, layout.shape(rules[name], config))
+
+
+def refuse_missing(here: Path, needed: Iterable[str], found: Container[str]) -> None:
+    """Refuse a checkpoint that lacks one of the tensors it needs."""
+    missing = [name for name in needed if name not in found]
     if missing:
         raise LocalspecError(
             f"{here}: tensor {missing[0]} is missing{_and_more(missing)}; config.json and the "
             "weights do not belong together, or the download is incomplete"
         )
-    extra = sorted(found.keys() - rules.keys())
+
+
+def refuse_unknown(here: Path, found: Iterable[str], known: Container[str], why: str) -> None:
+    """Refuse a checkpoint with a tensor that has no place; `why` says what that means."""
+    extra = sorted(name for name in found if name not in known)
     if extra:
+        raise LocalspecError(f"{here}: tensor {extra[0]} is unknown{_and_more(extra)}; {why}")
+
+
+def refuse_misfit(
+    here: Path,
+    name: str,
+    tensor: StoredTensor,
+    shape: tuple[int, ...],
+    types: Collection[str] = (),
+) -> None:
+    """Refuse a tensor of another shape, or of a type that is neither a float nor one of `types`."""
+    if tensor.shape != shape:
         raise LocalspecError(
-            f"{here}: tensor {extra[0]} is unknown{_and_more(extra)}; config.json and the weights "
-            "do not belong together, or this is another kind of model"
+            f"{here}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
+            f"{list(shape)}; they do not belong together"
         )
-    for name, tensor in found.items():
-        shape = layout.shape(rules[name], config)
-        if tensor.shape != shape:
-            raise LocalspecError(
-                f"{here}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
-                f"{list(shape)}; they do not belong together"
-            )
-        if not supported(tensor.dtype):
-            raise LocalspecError(
-                f"{here}: tensor {name} is stored as {tensor.dtype}; use a checkpoint in F32, F16 "
-                "or BF16"
-            )
+    if not supported(tensor.dtype) and tensor.dtype not in types:
+        raise LocalspecError(
+            f"{here}: tensor {name} is stored as {tensor.dtype}; use a checkpoint in "
+            f"{'FP8, ' if types else ''}F32, F16 or BF16"
+        )
 
 
 def _check_backbone(checkpoint: Checkpoint) -> None:
@@ -170,7 +203,8 @@ def embeddings_differ(checkpoint: Checkpoint, target: GgufFile) -> bool:
     return bool(norms > 0 and np.sum(a * b) / norms < SAME_EMBEDDINGS)
 
 
-def _same(here: Path, target: GgufFile, what: str, ours: int, theirs: int) -> None:
+def refuse_different(here: Path, target: GgufFile, what: str, ours: int, theirs: int) -> None:
+    """Refuse a checkpoint whose number `what` is not the target's."""
     if ours != theirs:
         raise LocalspecError(
             f"{here} does not fit {target.path}: its {what} is {ours}, the target's is {theirs}"

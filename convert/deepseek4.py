@@ -15,7 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from localspec import pairs
-from localspec.convert import metadata
+from localspec.convert import check, metadata
 from localspec.convert.deepseek4_source import (
     FP4,
     FP4_BLOCK,
@@ -27,7 +27,7 @@ from localspec.convert.deepseek4_source import (
 )
 from localspec.convert.layout import EMBEDDING, MATRIX, OUTPUT, TABLE, VECTOR, Rule, _rules
 from localspec.convert.plan import Plan, _fallen_back, stored_type
-from localspec.convert.source import CHUNK_VALUES, supported
+from localspec.convert.source import CHUNK_VALUES
 from localspec.convert.write import Output, copied, encoded
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
@@ -157,24 +157,13 @@ def check_fit(checkpoint: Deepseek4Checkpoint, target: GgufFile) -> None:
             f"{here} holds the drafter of a DeepSeek-V4 model, and {target.path} is a "
             f"{target.architecture} model; use the GGUF of the model it came with"
         )
-    tokens = target.metadata.get("tokenizer.ggml.tokens")
-    if tokens is None:
-        raise LocalspecError(
-            f"{target.path} holds no tokenizer, which the drafter needs a copy of; use a complete "
-            "GGUF of the target"
-        )
-    extra = target.arch_get("nextn_predict_layers", 0)
-    depth = int(target.arch_get("block_count")) - (extra if isinstance(extra, int) else 0)
+    n_vocab, depth = check.usable_vocabulary(target), check.n_layers(target)
     for what, ours, theirs in (
         ("width (hidden_size)", config.hidden_size, int(target.arch_get("embedding_length"))),
-        ("vocabulary (vocab_size)", config.vocab_size, pairs.vocab_size(target)),
-        ("vocabulary (vocab_size)", config.vocab_size, len(tokens)),
+        ("vocabulary (vocab_size)", config.vocab_size, n_vocab),
         ("layer count (num_hidden_layers)", config.num_target_layers, depth),
     ):
-        if ours != theirs:
-            raise LocalspecError(
-                f"{here} does not fit {target.path}: its {what} is {ours}, the target's is {theirs}"
-            )
+        check.refuse_different(here, target, what, ours, theirs)
 
 
 def check_tensors(checkpoint: Deepseek4Checkpoint) -> None:
@@ -188,13 +177,7 @@ def check_tensors(checkpoint: Deepseek4Checkpoint) -> None:
     wanted = {r.published: r.dims for r in single_rules(checkpoint)}
     for rule, expert in itertools.product(expert_rules(checkpoint), range(config.n_routed_experts)):
         wanted[rule.published.format(expert)] = rule.dims
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise LocalspecError(
-            f"{here}: tensor {missing[0]} is missing{more}; config.json and the weights do not "
-            "belong together, or the download is incomplete"
-        )
+    check.refuse_missing(here, wanted, found)
     for name in sorted(found.keys() - wanted.keys()):
         match = PREFIX.fullmatch(name)
         if match is None or match[2] not in IGNORED:
@@ -203,17 +186,8 @@ def check_tensors(checkpoint: Deepseek4Checkpoint) -> None:
                 "and llama.cpp has no other in a full checkpoint"
             )
     for name, dims in wanted.items():
-        tensor, shape = found[name], tuple(known[dim] for dim in dims)
-        if tensor.shape != shape:
-            raise LocalspecError(
-                f"{here}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
-                f"{list(shape)}; they do not belong together"
-            )
-        if not supported(tensor.dtype) and tensor.dtype not in (FP8, FP4):
-            raise LocalspecError(
-                f"{here}: tensor {name} is stored as {tensor.dtype}; use a checkpoint in FP8, F32, "
-                "F16 or BF16"
-            )
+        shape = tuple(known[dim] for dim in dims)
+        check.refuse_misfit(here, name, found[name], shape, types=(FP8, FP4))
 
 
 def plan(

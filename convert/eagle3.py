@@ -157,24 +157,15 @@ def check_fit(checkpoint: EagleCheckpoint, target: GgufFile) -> None:
         LocalspecError: with the reason.
     """
     c, here = checkpoint.eagle, checkpoint.path
-    pairs.check_target(target)
-    if not pairs.features_available(target):
-        raise LocalspecError(
-            f"{target.path} is a {target.architecture} model; llama.cpp gives no layer features "
-            "for that architecture, so no drafter can be used with it"
-        )
-    tokens, n_vocab = target.metadata.get("tokenizer.ggml.tokens"), pairs.vocab_size(target)
-    if tokens is None or len(tokens) != n_vocab:
-        raise LocalspecError(
-            f"{target.path} holds no complete tokenizer, which the drafter needs a copy of; use a "
-            "complete GGUF of the target"
-        )
+    n_vocab = check.usable_vocabulary(target)
     depth = check.n_layers(target)
     width = int(target.arch_get("embedding_length"))
-    check._same(here, target, "feature width", c.target_hidden_size, width)
-    check._same(here, target, "vocabulary (vocab_size)", c.vocab_size, n_vocab)
+    check.refuse_different(here, target, "feature width", c.target_hidden_size, width)
+    check.refuse_different(here, target, "vocabulary (vocab_size)", c.vocab_size, n_vocab)
     if c.num_target_layers is not None:
-        check._same(here, target, "layer count (num_target_layers)", c.num_target_layers, depth)
+        check.refuse_different(
+            here, target, "layer count (num_target_layers)", c.num_target_layers, depth
+        )
     layers = c.layers_of(depth)
     if not all(0 <= i <= depth - 2 for i in layers):
         raise LocalspecError(
@@ -198,31 +189,14 @@ def check_tensors(checkpoint: EagleCheckpoint) -> None:
     if c.qk_norm:
         needed += QK_NORMS
     rules = {rule.published: rule for rule in (*needed, OUTPUT, EMBEDDING)}
-    missing = [rule.published for rule in needed if rule.published not in found]
-    if missing:
-        raise LocalspecError(
-            f"{here}: tensor {missing[0]} is missing{check._and_more(missing)}; config.json and "
-            "the weights do not belong together, or the download is incomplete"
-        )
-    extra = sorted(found.keys() - rules.keys())
-    if extra:
-        raise LocalspecError(
-            f"{here}: tensor {extra[0]} is unknown{check._and_more(extra)}; llama.cpp's Eagle3 "
-            "graph has no place for it, so this drafter cannot be converted"
-        )
+    check.refuse_missing(here, (rule.published for rule in needed), found)
+    check.refuse_unknown(
+        here, found, rules,
+        "llama.cpp's Eagle3 graph has no place for it, so this drafter cannot be converted",
+    )  # fmt: skip
     sizes = _sizes(c)
     for name, tensor in found.items():
-        shape = tuple(sizes[dim] for dim in rules[name].dims)
-        if tensor.shape != shape:
-            raise LocalspecError(
-                f"{here}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
-                f"{list(shape)}; they do not belong together"
-            )
-        if not source.supported(tensor.dtype):
-            raise LocalspecError(
-                f"{here}: tensor {name} is stored as {tensor.dtype}; use a checkpoint in F32, F16 "
-                "or BF16"
-            )
+        check.refuse_misfit(here, name, tensor, tuple(sizes[d] for d in rules[name].dims))
 
 
 def plan(

@@ -34,6 +34,10 @@ YES = "yes"
 ROWS = (
     Row("DSpark, Qwen3 backbone", "published (`Qwen3DSparkModel`); vanilla, gated and rnn heads",
         YES, "chain and tree", "test_convert_verify.py::test_what_is_right_passes"),
+    Row("DSpark, Qwen3 backbone", "published, with a reduced vocabulary (`d2t`), as `localspec "
+        "train` saves it",
+        YES, "chain and tree",
+        "test_train_block.py::test_a_reduced_vocabulary_in_the_published_layout"),
     Row("DSpark, Gemma 4 backbone", "published (`Gemma4DSparkModel`)",
         YES, "chain and tree",
         "test_convert_gemma4.py::test_llama_cpp_computes_what_the_reference_does"),

@@ -14,7 +14,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -275,7 +275,9 @@ class Reference:
                 state["markov_head.markov_w2.weight"], drafted, config.vocab_size
             )
         with torch.device("meta"):
-            self._drafter = Drafter(config, own_embed=False, own_lm_head=False)
+            # The reduced rows are scattered over the whole vocabulary above.
+            whole = replace(config, draft_vocab_size=None)
+            self._drafter = Drafter(whole, own_embed=False, own_lm_head=False)
         self._drafter.load_state_dict(
             {name: torch.from_numpy(value) for name, value in state.items()}, assign=True
         )

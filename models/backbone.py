@@ -37,7 +37,12 @@ class Backbone(nn.Module):
         self.config = config
         d, eps = config.hidden_size, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, d) if own_embed else None
-        self.lm_head = nn.Linear(d, config.vocab_size, bias=False) if own_lm_head else None
+        rows = config.reduced_vocab or config.vocab_size
+        self.lm_head = nn.Linear(d, rows, bias=False) if own_lm_head else None
+        # Row i of a reduced output matrix drafts token i + d2t[i].
+        self.register_buffer(
+            "d2t", torch.zeros(rows, dtype=torch.int64) if config.reduced_vocab else None
+        )
         self.fc = nn.Linear(config.num_features, d, bias=False)
         self.hidden_norm = RMSNorm(d, eps)
         self.layers = nn.ModuleList(_layer(config) for _ in range(config.num_hidden_layers))
@@ -79,6 +84,7 @@ class Backbone(nn.Module):
     def base_logits(self, hidden: Tensor) -> Tensor:
         """`L = lm_head(h)`, scaled and soft-capped where the config says so: [..., d] -> [..., V].
 
+        With a reduced vocabulary V is `draft_vocab_size`; `draft_ids` says which tokens those are.
         Raises LocalspecError when the checkpoint has no output matrix and no target is tied.
         """
         if self.lm_head is not None:
@@ -95,6 +101,13 @@ class Backbone(nn.Module):
         logits = F.linear(hidden, weight) * self.config.logit_scale
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[V] token id of each row of the output matrix."""
+        if self.d2t is None:
+            return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def new_cache(self) -> ContextCache:
         """An empty context."""

@@ -24,6 +24,7 @@ from localspec.models.drafter import Drafter
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+VOCABULARY_MAP = "d2t"  # row i of a reduced output matrix drafts token i + d2t[i]
 # What a checkpoint may leave to the target.
 TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight")
 
@@ -58,7 +59,10 @@ def load_drafter(path: str | Path, dtype: torch.dtype = torch.float32) -> Drafte
             f"{path}: tensor {extra[0]} is unknown{_and_more(extra)}; "
             "config.json and the weights do not belong together or this is another kind of model"
         )
-    state = {name: tensor.to(dtype) for name, tensor in read_tensors(files, expected).items()}
+    state = {
+        name: tensor if name == VOCABULARY_MAP else tensor.to(dtype)
+        for name, tensor in read_tensors(files, expected).items()
+    }
     drafter.load_state_dict(state, assign=True)
     return drafter.eval()
 
@@ -111,10 +115,11 @@ def read_tensors(files: dict[str, Path], expected: dict[str, tuple[int, ...]]) -
                         f"{file}: tensor {name} is {list(shape)} but config.json asks for "
                         f"{list(expected[name])}; they do not belong together"
                     )
-                if header.get_dtype() not in ("F32", "F16", "BF16"):
+                known = ("I64",) if name == VOCABULARY_MAP else ("F32", "F16", "BF16")
+                if header.get_dtype() not in known:
                     raise LocalspecError(
                         f"{file}: tensor {name} has type {header.get_dtype()}; "
-                        "use a checkpoint in F32, F16 or BF16"
+                        f"use a checkpoint in {' or '.join(known)}"
                     )
                 tensors[name] = opened.get_tensor(name)
     return tensors
@@ -172,11 +177,12 @@ def _replace(path: Path, write: Callable[[str], Any]) -> None:
     handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     try:
-        # mkstemp makes private files; a checkpoint gets the permissions any new file would.
+        write(aside)
+        # mkstemp makes private files, and so may `write`; a checkpoint gets the permissions any
+        # new file would.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(aside, 0o666 & ~mask)
-        write(aside)
         os.replace(aside, path)
     except BaseException:
         Path(aside).unlink(missing_ok=True)

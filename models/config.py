@@ -78,6 +78,11 @@ class DrafterConfig:
         """How many tokens one block drafts: B, or B - 1 when the anchor's row predicts nothing."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
+    @property
+    def reduced_vocab(self) -> int | None:
+        """Rows of the output matrix where it leaves tokens out."""
+        return None if self.draft_vocab_size == self.vocab_size else self.draft_vocab_size
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, None where it sees everything."""
         sliding = bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
@@ -351,6 +356,7 @@ class DrafterConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
             "num_target_layers": self.num_target_layers,
             "num_anchors": self.num_anchors,
+            **({"draft_vocab_size": self.draft_vocab_size} if self.draft_vocab_size else {}),
         }
 
 

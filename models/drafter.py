@@ -1,6 +1,6 @@
 """A DSpark drafter: the backbone, its heads, and the proposal of one block as a chain.
 
-Shapes: D = num_depths, d = hidden size, V = vocabulary.
+Shapes: D = num_depths, d = hidden size, V = vocabulary (the drafted part, where it is reduced).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Drafter(Backbone):
         """
         hidden = self.depth_rows(self.forward_block(anchor, start, cache))
         base = self.base_logits(hidden)
+        ids = self.draft_ids
         state = None if self.markov_head is None else self.markov_head.initial_state(1)
         parent = torch.tensor([anchor], device=hidden.device)
         parents, tokens, logits, probs = [], [], [], []
@@ -64,11 +65,12 @@ class Drafter(Backbone):
                 row = self._selected(row[None], hidden[depth][None], parent)[0]
             row_probs = _probabilities(row, temperature)
             parents.append(parent)
-            parent = (
+            drawn = (
                 row_probs.argmax()[None]
                 if temperature <= 0
                 else torch.multinomial(row_probs, 1, generator=generator)
             )
+            parent = ids[drawn]
             tokens.append(parent)
             logits.append(row)
             probs.append(row_probs)

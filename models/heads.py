@@ -15,11 +15,12 @@ from localspec.models.config import DrafterConfig
 class VanillaMarkovHead(nn.Module):
     """`z_d(u) = L_d + W2 W1[u]`: a low-rank table of transition logits, blind to the context."""
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    def __init__(self, vocab_size: int, rank: int, drafted: int | None = None) -> None:
+        """`drafted`: rows of a reduced vocabulary, V from here on."""
         super().__init__()
         self.rank = rank
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, drafted or vocab_size, bias=False)
 
     def initial_state(self, *leading: int) -> Tensor:
         """[*leading, r] zeros: what `step` takes at the root. Only the rnn head ever changes it."""
@@ -46,8 +47,10 @@ class VanillaMarkovHead(nn.Module):
 class GatedMarkovHead(VanillaMarkovHead):
     """`z_d(u) = L_d + W2 (sigmoid(G [h_d ; W1[u]] + b) * W1[u])`."""
 
-    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__(vocab_size, rank)
+    def __init__(
+        self, vocab_size: int, rank: int, hidden_size: int, drafted: int | None = None
+    ) -> None:
+        super().__init__(vocab_size, rank, drafted)
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
 
     def step(self, parents: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,8 +63,10 @@ class RnnMarkovHead(VanillaMarkovHead):
     """`[g;c;o] = J [s ; W1[u] ; h_d] + b`, `s' = sig(g)*s + (1-sig(g))*tanh(c)`,
     `z = L_d + W2 tanh(o)`: the state s carries the whole path below the anchor."""
 
-    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__(vocab_size, rank)
+    def __init__(
+        self, vocab_size: int, rank: int, hidden_size: int, drafted: int | None = None
+    ) -> None:
+        super().__init__(vocab_size, rank, drafted)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def step(self, parents: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,9 +99,9 @@ def build_markov_head(config: DrafterConfig) -> VanillaMarkovHead | None:
     if config.markov_rank == 0:
         return None
     if config.markov_head_type == "vanilla":
-        return VanillaMarkovHead(config.vocab_size, config.markov_rank)
+        return VanillaMarkovHead(config.vocab_size, config.markov_rank, config.reduced_vocab)
     kind = {"gated": GatedMarkovHead, "rnn": RnnMarkovHead}[config.markov_head_type]
-    return kind(config.vocab_size, config.markov_rank, config.hidden_size)
+    return kind(config.vocab_size, config.markov_rank, config.hidden_size, config.reduced_vocab)
 
 
 def build_confidence_head(config: DrafterConfig) -> ConfidenceHead | None:
