@@ -1,0 +1,1 @@
+"""`localspec serve`: an OpenAI-compatible HTTP server around one engine (extra `serve`)."""
