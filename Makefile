@@ -9,7 +9,7 @@ MODULES := $(shell find localspec convert models -name '*.py' | LC_ALL=C sort | 
 INSTALL = $(BIN)/pip install -q --disable-pip-version-check \
 	--config-settings editable_mode=strict -e
 
-.PHONY: chat test lint clean
+.PHONY: chat test lint docs clean
 chat: $(VENV)/chat-$(MODULES)
 	$(BIN)/localspec chat
 
@@ -19,7 +19,12 @@ test: $(VENV)/test-$(MODULES)
 lint: $(VENV)/test-$(MODULES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	cd docs && ../$(BIN)/mypy --config-file ../pyproject.toml  # from here, convert/ and models/ are in the package
+
+docs: $(VENV)/test-$(MODULES)
+	$(BIN)/python docs/generate/cli.py docs/cli.md
+	$(BIN)/python docs/generate/house.py docs/architecture.md
+	$(BIN)/mkdocs build --strict
 
 $(VENV)/chat-$(MODULES): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -18,14 +18,18 @@ from localspec.errors import LocalspecError
 if TYPE_CHECKING:
     from localspec.chat import Chat
     from localspec.engine import DraftOptions, Engine, Prefill, Result, Round, Seconds, Step
+    from localspec.finding import fetch
+    from localspec.grammar import Grammar
     from localspec.memory import MemoryEstimate, estimate
     from localspec.sampling import SamplingParams
+    from localspec.steps import TokenLogprobs
 
 # Loaded when first used, so that `import localspec` costs next to nothing.
 _LAZY = {
     "Chat": "localspec.chat",
     "DraftOptions": "localspec.engine",
     "Engine": "localspec.engine",
+    "Grammar": "localspec.grammar",
     "MemoryEstimate": "localspec.memory",
     "Prefill": "localspec.engine",
     "Result": "localspec.engine",
@@ -33,13 +37,16 @@ _LAZY = {
     "SamplingParams": "localspec.sampling",
     "Seconds": "localspec.engine",
     "Step": "localspec.engine",
+    "TokenLogprobs": "localspec.steps",
     "estimate": "localspec.memory",
+    "fetch": "localspec.finding",
 }
 
 __all__ = [
     "Chat",
     "DraftOptions",
     "Engine",
+    "Grammar",
     "LocalspecError",
     "MemoryEstimate",
     "Prefill",
@@ -48,8 +55,10 @@ __all__ = [
     "SamplingParams",
     "Seconds",
     "Step",
+    "TokenLogprobs",
     "__version__",
     "estimate",
+    "fetch",
 ]
 
 

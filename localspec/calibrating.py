@@ -22,6 +22,7 @@ from localspec.tree import ROOT, Block, DraftTree, build_tree
 if TYPE_CHECKING:
     from localspec.engine import Engine
     from localspec.heads import Heads
+    from localspec.template import ChatTemplate
 
 # Trees as wide as the policy's, cut to the nodes that are ever verified where it pays.
 _NODES, _CHILDREN, _FRONTIER = 31, 4, 12
@@ -63,10 +64,17 @@ def own_messages(engine: Engine, count: int, *, seed: int = 0) -> Iterator[str]:
 
 
 def _headers(engine: Engine) -> list[str]:
-    """Texts of conversations up to where the user's first message begins."""
     from localspec.chat import chat_template
 
-    template = chat_template(engine)
+    return user_headers(chat_template(engine))
+
+
+def user_headers(template: ChatTemplate) -> list[str]:
+    """Texts of conversations up to where the user's first message begins.
+
+    Raises:
+        LocalspecError: the template fails, or hides where a message goes.
+    """
     headers: list[str] = []
     for role in _ROLES:
         system = [] if role is None else [{"role": "system", "content": role}]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from localspec import places
 from localspec.calibration import Calibration
 from localspec.errors import LocalspecError
 
@@ -45,12 +46,7 @@ def side_file(drafter: str | Path) -> Path:
 
 def cached_file(drafter: str | Path) -> Path:
     """The file in $LOCALSPEC_CACHE or the user's cache directory."""
-    import platformdirs
-
-    cache = os.environ.get("LOCALSPEC_CACHE") or platformdirs.user_cache_dir(
-        "localspec", appauthor=False
-    )
-    return Path(cache) / "calibration" / f"{fingerprint(drafter)[:24]}.json"
+    return places.cache_dir() / "calibration" / f"{fingerprint(drafter)[:24]}.json"
 
 
 def load(drafter: str | Path, depths: int) -> Calibration | None:

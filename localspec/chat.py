@@ -8,8 +8,11 @@ from os import PathLike
 from typing import TypeVar
 
 from localspec import aio, transcript
+from localspec.continuation import continued, spelled
 from localspec.engine import DraftOptions, Engine, Result, Step
 from localspec.errors import LocalspecError
+from localspec.grammar import Grammar
+from localspec.llama import Model
 from localspec.sampling import SamplingParams
 from localspec.template import ChatTemplate
 from localspec.turns import ThreadedTurn, Turn
@@ -22,9 +25,9 @@ _BUSY = "this conversation is being answered; finish, close or cancel that first
 class Chat:
     """A conversation with an engine.
 
-    One answer at a time; several conversations may share an engine. The engine's KV cache holds
-    the tokens of one of them: when another one has spoken in between, what the two do not share is
-    evaluated again (correct, but slower).
+    One answer at a time; several conversations may share an engine. Its KV cache holds the tokens
+    of one of them: when another one has spoken in between, they come out of the prefix cache, or,
+    without one (`Engine.load(prefix_cache=)`), what the two do not share is evaluated again.
 
     Args:
         engine: what answers.
@@ -86,7 +89,13 @@ class Chat:
         self._system = content
 
     def send(
-        self, content: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        content: str,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
     ) -> Generator[Step, None, None]:
         """Say something and stream the answer.
 
@@ -97,6 +106,8 @@ class Chat:
             content: the user's message.
             max_tokens: most tokens of the answer.
             stop: strings that end it.
+            grammar: what the answer has to look like (`Engine.generate`).
+            logprobs: give its tokens their log probabilities (`Engine.generate`).
 
         Raises:
             LocalspecError: the conversation does not fit the context any more or the template
@@ -106,10 +117,15 @@ class Chat:
         def said() -> list[Message]:
             return [*self.messages, {"role": "user", "content": content}]
 
-        return self._answer(said, max_tokens, stop)
+        return self._answer(said, max_tokens, stop, grammar, logprobs)
 
     def regenerate(
-        self, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
     ) -> Generator[Step, None, None]:
         """Answer the last user message (again). What was evaluated up to it is reused.
 
@@ -118,10 +134,16 @@ class Chat:
         Raises:
             LocalspecError: there is no user message, or as `send`; the old answer stays then.
         """
-        return self._answer(self._to_answer_again, max_tokens, stop)
+        return self._answer(self._to_answer_again, max_tokens, stop, grammar, logprobs)
 
     def astream(
-        self, content: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        content: str,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
     ) -> aio.AsyncSteps:
         """`send` for `async for`: rounds run in a worker thread. Cancelling the task, or leaving
         the loop, cancels the answer."""
@@ -129,13 +151,18 @@ class Chat:
         def said() -> list[Message]:
             return [*self.messages, {"role": "user", "content": content}]
 
-        return self._aanswer(said, max_tokens, stop)
+        return self._aanswer(said, max_tokens, stop, grammar, logprobs)
 
     def aregenerate(
-        self, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
     ) -> aio.AsyncSteps:
         """`regenerate` for `async for`."""
-        return self._aanswer(self._to_answer_again, max_tokens, stop)
+        return self._aanswer(self._to_answer_again, max_tokens, stop, grammar, logprobs)
 
     def cancel(self) -> None:
         """End the answer under way, from any thread.
@@ -225,12 +252,17 @@ class Chat:
         return self.messages[: users[-1] + 1]
 
     def _aanswer(
-        self, said: Callable[[], list[Message]], max_tokens: int | None, stop: Sequence[str]
+        self,
+        said: Callable[[], list[Message]],
+        max_tokens: int | None,
+        stop: Sequence[str],
+        grammar: Grammar | None,
+        logprobs: int | None,
     ) -> aio.AsyncSteps:
         turn = ThreadedTurn()
 
         def start() -> Generator[Step, None, None]:
-            return self._answer(said, max_tokens, stop, turn)
+            return self._answer(said, max_tokens, stop, grammar, logprobs, turn)
 
         return aio.AsyncSteps(start, turn, self.engine._turns)
 
@@ -239,6 +271,8 @@ class Chat:
         said: Callable[[], list[Message]],
         max_tokens: int | None,
         stop: Sequence[str],
+        grammar: Grammar | None,
+        logprobs: int | None,
         turn: Turn | None = None,
     ) -> Generator[Step, None, None]:
         """Answer the messages that `said` gives; they take effect when they can be answered."""
@@ -249,7 +283,17 @@ class Chat:
             messages = said()
             text = self.template.render(messages)
             ids = self._tokenize(text)
-            steps = self.engine._start(turn, ids, self.params, max_tokens, self.draft, stop, None)
+            steps = self.engine._start(
+                turn,
+                ids,
+                self.params,
+                max_tokens,
+                self.draft,
+                stop,
+                None,
+                grammar=grammar,
+                logprobs=logprobs,
+            )
             self.messages[:] = messages
             result = self.last = Result()
             try:
@@ -276,41 +320,27 @@ class Chat:
         self._answering.release()
 
     def _remember(self, text: str, ids: list[int], result: Result) -> None:
-        model, answer = self.engine.model, list(result.token_ids)
         self._text, self._ids = text, ids
         self._marks.append((len(text), len(ids)))
-        # Otherwise a stop string or half a character was cut off: the tokens say more.
-        if model.text([t for t in answer if not model.is_end(t)]) == result.text:
-            self._text, self._ids = text + result.text, ids + answer
+        if spelled(self.engine, result):
+            self._text, self._ids = text + result.text, [*ids, *result.token_ids]
             self._marks.append((len(self._text), len(self._ids)))
 
     def _tokenize(self, text: str) -> list[int]:
         """Tokens of the rendered conversation, extending the ones that are known already.
 
-        Generated text, tokenized again, need not give the tokens that were generated. Keeping
-        those and tokenizing only what follows is faithful and leaves the KV cache valid. After an
-        edit, or when the template drops an earlier part, what is kept ends where they part.
+        After an edit, or when the template drops an earlier part, what is kept ends where they
+        part.
         """
-        model = self.engine.model
         while self._marks and not text.startswith(self._text[: self._marks[-1][0]]):
             self._marks.pop()
-        if not self._marks:
-            return self.engine.tokenize(text)
-        n_text, n_ids = self._marks[-1]
-        ids, rest = self._ids[:n_ids], text[n_text:]
-        if ids and model.is_end(ids[-1]):
-            end = model.text(ids[-1:], special=True)
-            if rest.startswith(end):
-                rest = rest[len(end) :]
-            else:
-                ids.pop()
-        if not rest:
-            return ids
-        new = model.tokenize(rest)
-        if model.text(new, special=True) != rest:  # e.g. a tokenizer that adds a space in front
+        if self._marks:
+            n_text, n_ids = self._marks[-1]
+            ids = continued(self.engine, self._text[:n_text], self._ids[:n_ids], text)
+            if ids is not None:
+                return ids
             self._marks.clear()
-            return self.engine.tokenize(text)
-        return ids + new
+        return self.engine.tokenize(text)
 
 
 def chat_template(engine: Engine) -> ChatTemplate:
@@ -319,7 +349,11 @@ def chat_template(engine: Engine) -> ChatTemplate:
     Raises:
         LocalspecError: it has none, or an invalid one.
     """
-    model = engine.model
+    return template_of(engine.model)
+
+
+def template_of(model: Model) -> ChatTemplate:
+    """The chat template of a loaded model; see `chat_template`."""
     source = model.chat_template
     if source is None:
         raise LocalspecError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,35 @@ INJECT_ROWS = 256
 _OUT_OF_REACH = np.float32(-1e9)
 
 
+@dataclass(frozen=True)
+class DrafterState:
+    """What a drafter has absorbed, in main memory.
+
+    Attributes:
+        cells: its KV cache.
+        n_absorbed: positions it has seen.
+        first: the oldest one it still has.
+        n_paired, last_token, states: of autoregressive drafters (`eagle.EagleDrafter`).
+    """
+
+    cells: npt.NDArray[np.uint8]
+    n_absorbed: int
+    first: int
+    n_paired: int = 0
+    last_token: int = -1
+    states: Floats | None = None
+
+
+def context_cells(info: DrafterInfo, n_ctx: int, window: int) -> int:
+    """Cells of the KV cache that a block drafter needs beside a target of `n_ctx` tokens."""
+    return min(n_ctx, own_window(info, window) + INJECT_ROWS) + info.block_size
+
+
+def own_window(info: DrafterInfo, window: int) -> int:
+    """Positions that a drafter keeps of the `window` it may: no more than it was trained to see."""
+    return window if info.window is None else min(window, info.window)
+
+
 class Drafter:
     """A DSpark or DFlash drafter in llama.cpp.
 
@@ -36,18 +67,19 @@ class Drafter:
         info: what the drafter is.
         heads: its heads.
         window: most recent positions it keeps; older rows leave its KV cache. The context needs
-            `window + INJECT_ROWS + block_size` cells, or all of the target's.
+            `context_cells`.
     """
 
     def __init__(
         self, context: Context, info: DrafterInfo, heads: Heads, window: int = DRAFTER_WINDOW
     ) -> None:
         self.context, self.info, self.heads = context, info, heads
-        self.window = window if info.window is None else min(window, info.window)
+        self.window = own_window(info, window)
         self.n_absorbed = 0
         self._first = 0  # the oldest position it still has
         self._waiting: list[Floats] = []
         self._n_waiting = 0
+        self.pass_seconds = 0.0  # what the last block pass took
         self._selected: Floats | None = None  # kept: filling so many floats takes milliseconds
         self._selected_at: list[npt.NDArray[np.intp]] = []
 
@@ -104,10 +136,12 @@ class Drafter:
         tokens = np.full(b, self.info.mask_token, np.int32)
         tokens[0] = anchor
         first = 0 if self.info.sample_from_anchor else 1
+        started = time.perf_counter()
         try:
             self.context.decode(tokens, np.arange(p, p + b))
         finally:
             self.context.seq_remove(0, p)
+        self.pass_seconds = time.perf_counter() - started
         last = first + min(depth or self.info.max_depth, self.info.max_depth)
         logits = self.context.logits()[first:last]
         if np.isnan(logits[:, 0]).any():  # in a hidden state, it is in every logit
@@ -141,14 +175,45 @@ class Drafter:
             self._selected_at.append(at)
         return self._selected[: len(logits)]
 
-    def cut_point(self, n: int) -> int:
-        """How many of the first `n` positions it could go on from: `n`, fewer, or none.
+    @property
+    def floor(self) -> int:
+        """The least position, other than 0, that it could go back to.
 
         Rows that left the window are gone. Going on with less than half a window would draft
         badly for long, so then everything has to be evaluated again.
         """
+        return self.floor_after(0)
+
+    def floor_after(self, n: int) -> int:
+        """What `floor` may be when `n` more positions have been absorbed."""
+        first = max(self._first, self.n_past + n - self.window) if n else self._first
+        return first + self.window // 2 if first > 0 else 0
+
+    def cut_point(self, n: int) -> int:
+        """How many of the first `n` positions it could go on from: `n`, fewer, or none."""
         n = min(n, self.n_past)
-        return 0 if self._first > 0 and n - self._first < self.window // 2 else n
+        return n if n >= self.floor else 0
+
+    def state_size(self) -> int:
+        """Bytes that `save` takes. What waits goes into the KV cache first: it is larger."""
+        self._inject()
+        return self.context.state_size()
+
+    def save(self) -> DrafterState:
+        """What it has absorbed, in main memory."""
+        self._inject()
+        return DrafterState(self.context.save_state(), self.n_absorbed, self._first)
+
+    def restore(self, state: DrafterState) -> None:
+        """Replace everything by what `save` gave.
+
+        Raises:
+            LocalspecError: llama.cpp cannot; then it has absorbed nothing.
+        """
+        self._waiting, self._n_waiting = [], 0
+        self.n_absorbed = self._first = 0
+        self.context.load_state(state.cells)
+        self.n_absorbed, self._first = state.n_absorbed, state.first
 
     def clear(self) -> None:
         """After `cut(0)`: make the KV cache what it is after loading."""

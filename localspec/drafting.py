@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from localspec.constraint import prefix
 from localspec.drafter import Drafter
 from localspec.eagle import EagleDrafter, EagleRollout
 from localspec.errors import LocalspecError
@@ -171,7 +172,9 @@ class Drafting:
             match = self._index.match(depth)
             if match.length >= MIN_MATCH:
                 self._branch, self._match = match.tokens, match.length
-                odds = self._odds.odds(match.length, len(match.tokens))
+                if self._sampler.state is not None:
+                    self._branch = self._branch[: prefix(self._sampler.state, self._branch)]
+                odds = self._odds.odds(match.length, len(self._branch))
         # Where only a chain can be verified, a repeat goes before the drafter.
         ask = self._drafter is not None and not (self._chains_only and self._branch)
         paused = probing = False
@@ -224,6 +227,7 @@ class Drafting:
                 children=self._width,
                 frontier=frontier,
                 calibrate=calibrate,
+                state=self._sampler.state,
             )
         elif block is not None:
             tree = build_tree(
@@ -234,6 +238,7 @@ class Drafting:
                 frontier=frontier,
                 calibrate=calibrate,
                 ask_confidence=self._auto is not None and self._auto.survival.asks_confidence,
+                state=self._sampler.state,
             )
         self._drafter_tree = tree
         if self._branch:
@@ -256,6 +261,7 @@ class Drafting:
                 most_leaves=self._target.max_leaves,
                 branch=self._branch,
                 branch_odds=odds,
+                state=self._sampler.state,
             )
         return sample_tree(
             block,
@@ -267,12 +273,15 @@ class Drafting:
             most_leaves=self._target.max_leaves,
             branch=self._branch,
             branch_odds=odds,
+            state=self._sampler.state,
         )
 
     def _block(self, anchor: int, depth: int) -> tuple[Block | EagleRollout, float]:
         assert self._drafter is not None
         started = time.perf_counter()
         block = self._drafter.propose(anchor, depth)
+        if self._auto is not None and not self._options.deterministic:
+            self._auto.observe_block(self._drafter.pass_seconds)
         return block, time.perf_counter() - started
 
     def learn(self, draft: Draft, committed: Sequence[int], verify_seconds: float) -> None:

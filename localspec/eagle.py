@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS
+from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS, DrafterState
 from localspec.errors import LocalspecError
 from localspec.heads import Heads
 from localspec.llama import Context, ContextOptions
@@ -67,6 +67,8 @@ class EagleDrafter:
         self.cells = context  # whose KV cache holds the positions
         self.heads = Heads("none")
         self.n_absorbed = 0
+        # A rollout's time depends on its depth: nothing to compare with a measured pass.
+        self.pass_seconds = 0.0
         self._first = 0  # the oldest position it still has
         # Positions 0..n_paired-1 are in the KV cache; the last one's token is that of position
         # n_paired, which may not be absorbed yet.
@@ -183,10 +185,50 @@ class EagleDrafter:
         self._unpair(last)
         self._decode([anchor], np.array([last]), outputs=True)
 
+    @property
+    def floor(self) -> int:
+        """The least position, other than 0, that it could go back to."""
+        return self.floor_after(0)
+
+    def floor_after(self, n: int) -> int:
+        """What `floor` may be when `n` more positions have been absorbed."""
+        first = max(self._first, self.n_past + n - self.window) if n else self._first
+        return first + self.window // 2 if first > 0 else 0
+
     def cut_point(self, n: int) -> int:
         """How many of the first `n` positions it could go on from: `n`, fewer, or none."""
         n = min(n, self.n_past)
-        return 0 if self._first > 0 and n - self._first < self.window // 2 else n
+        return n if n >= self.floor else 0
+
+    def state_size(self) -> int:
+        """Bytes that `save` takes. What waits goes into the KV cache first."""
+        self._inject()
+        self._forget_paths()
+        return self.cells.state_size() + self._states[: self.n_absorbed].nbytes
+
+    def save(self) -> DrafterState:
+        """What it has absorbed, in main memory."""
+        self._inject()
+        self._forget_paths()
+        return DrafterState(
+            self.cells.save_state(), self.n_absorbed, self._first, self._n_paired,
+            self._last_token, self._states[: self.n_absorbed].copy(),
+        )  # fmt: skip
+
+    def restore(self, state: DrafterState) -> None:
+        """Replace everything by what `save` gave.
+
+        Raises:
+            LocalspecError: llama.cpp cannot; then it has absorbed nothing.
+        """
+        assert state.states is not None
+        self._waiting, self._n_waiting = [], 0
+        self.n_absorbed = self._first = self._n_paired = 0
+        self._last_token = -1
+        self.cells.load_state(state.cells)
+        self._states[: len(state.states)] = state.states
+        self._n_paired, self._last_token = state.n_paired, state.last_token
+        self.n_absorbed, self._first = state.n_absorbed, state.first
 
     def clear(self) -> None:
         """After `cut(0)`: make the KV caches what they are after loading."""

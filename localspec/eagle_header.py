@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from localspec.drafter_header import DrafterInfo, heads_path
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
-from localspec.pairs import DrafterInfo, _check_numbers, heads_path
+from localspec.header_checks import check_numbers
 
 # Depths drafted where the file does not say: what published drafters are trained to look ahead.
 DEPTHS = 7
@@ -108,7 +109,7 @@ def _layer_file(drafter: GgufFile, n_embd: int) -> Path:
         )
     with GgufFile(path) as layer:
         same = layer.get("localspec.pair_id") == drafter.get("localspec.pair_id") is not None
-        _check_numbers(layer)
+        check_numbers(layer)
         if layer.architecture != "qwen3" or layer.arch_get("block_count") != 1:
             same = False
         if not same or layer.arch_get("embedding_length") != 3 * n_embd:

@@ -28,10 +28,11 @@ from localspec import (
 )
 from localspec.accept import Acceptance, accept_match, accept_rejection
 from localspec.calibration import Calibration
-from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS, Drafter
+from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS, Drafter, context_cells
 from localspec.drafting import MAX_LEAVES, MAX_NODES, MAX_ROLLBACK, Drafting, DraftOptions
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
+from localspec.grammar import Grammar
 from localspec.heads import Heads
 from localspec.llama import (
     MIN_N_CTX,
@@ -43,9 +44,12 @@ from localspec.llama import (
     has_gpu,
     valid_context,
 )
+from localspec.logprobs import path_logprobs
 from localspec.policy import AutoPolicy, CostCurve
+from localspec.prefixes import Kept, PrefixCache, PrefixStats, State, common_prefix, worth_keeping
+from localspec.rpc import parse as parse_workers
 from localspec.sampling import Sampler, SamplingParams
-from localspec.steps import Prefill, Result, Round, Seconds, Step
+from localspec.steps import Prefill, Result, Round, Seconds, Step, TokenLogprobs
 from localspec.target import Target
 from localspec.text import TextStream
 from localspec.tree import DraftTree
@@ -78,6 +82,10 @@ class Engine:
         self.model, self.n_ctx = model, n_ctx
         self._target, self._drafter = target, drafter
         self._cached: list[int] = []  # the tokens whose positions are in the KV caches
+        self._n_prompt = 0  # how many of them the last prompt had
+        self._prompt_kept = False  # whether going back to it was made sure of
+        self._afresh = False  # whether the text is a deterministic generation's
+        self._prefixes = PrefixCache(target, drafter)
         self._turns = Turns()
         # Held while llama.cpp works, so that nothing is freed under it.
         self._working = threading.RLock()
@@ -113,6 +121,8 @@ class Engine:
         use_mlock: bool = False,
         fit: bool = False,
         check_memory: bool = True,
+        prefix_cache: int | str = 0,
+        rpc: str | Sequence[str] = (),
         progress: Callable[[float], bool | None] | None = None,
     ) -> Engine:
         """Load a target and, if given, its drafter.
@@ -131,9 +141,15 @@ class Engine:
                 and time stop growing with the context.
             use_mmap: map the files instead of reading them.
             use_mlock: keep the models in memory.
-            fit: when memory is short, lower n_gpu_layers and n_ctx until the models fit; `notes`
-                says to what.
+            fit: when memory is short, lower prefix_cache, n_gpu_layers and n_ctx until everything
+                fits; `notes` says to what.
             check_memory: refuse to load what does not fit (`localspec.estimate`).
+            prefix_cache: most main memory for earlier conversations, so that a prompt that goes on
+                from one of them is not evaluated again: bytes, or a text such as "256M"; 0 keeps
+                none; "auto" takes a quarter of what is free, at most 1G.
+            rpc: llama.cpp's RPC workers, "HOST:PORT" each (or one text with commas), that hold the
+                target's layers together with local GPUs; the drafter stays on this machine. Memory
+                is not checked ahead then.
             progress: called with 0..1 while loading; returning False stops it.
 
         Raises:
@@ -145,10 +161,16 @@ class Engine:
             info = None
             if drafter_window < 1:
                 raise LocalspecError(f"drafter_window must be at least 1, not {drafter_window}")
+            workers = parse_workers(rpc)
+            if workers and n_gpu_layers == 0:
+                raise LocalspecError(
+                    "n_gpu_layers=0 leaves nothing to the workers of rpc; it counts the layers on "
+                    "them and on local GPUs (-1: all)"
+                )
             with GgufFile(target) as header:
                 pairs.check_target(header)
                 target_flash = flash_attn
-                if flash_attn is None:
+                if flash_attn is None and not workers:  # whose devices llama.cpp knows best
                     target_flash = flash_attention(header, kv_type)
                 if drafter == mtp.MTP:
                     info, heads = mtp.read_mtp(header), Heads("none")
@@ -159,12 +181,14 @@ class Engine:
                     heads = Heads.from_gguf(drafter_file, info)
             inside = info is not None and info.family == mtp.MTP
             notes: list[str] = []
-            if (fit or check_memory) and valid_context(n_ctx or MIN_N_CTX, kv_type):
+            budget = memory.prefix_budget(prefix_cache)
+            if not workers and (fit or check_memory) and valid_context(n_ctx or MIN_N_CTX, kv_type):
                 found = memory.estimate(
-                    target, None if inside else drafter, n_ctx=n_ctx, n_batch=n_batch,
-                    n_gpu_layers=n_gpu_layers,
+                    target, drafter, n_ctx=n_ctx, n_batch=n_batch, n_gpu_layers=n_gpu_layers,
                     flash_attn=flash_attn, kv_type=kv_type, drafter_window=drafter_window, fit=fit,
+                    prefix_cache=prefix_cache,
                 )  # fmt: skip
+                budget = found.prefix_cache
                 if check_memory:
                     memory.check(found, target)
                 notes = memory.changes(found)
@@ -172,7 +196,8 @@ class Engine:
                     n_ctx, n_gpu_layers = found.n_ctx, found.n_gpu_layers
             options = ModelOptions(n_gpu_layers, use_mmap, use_mlock, mtp=inside)
             share = 1.0 if drafter is None or inside else 0.9
-            model = Model(target, options, progress and (lambda f: progress(share * f)))
+            spread = replace(options, workers=workers)
+            model = Model(target, spread, progress and (lambda f: progress(share * f)))
             owned.append(model)
             n_ctx = n_ctx or model.n_ctx_train
             context = Context(
@@ -210,7 +235,7 @@ class Engine:
                     )
                 else:
                     drafter_options = ContextOptions(
-                        n_ctx=min(n_ctx, drafter_window + INJECT_ROWS) + info.block_size,
+                        n_ctx=context_cells(info, n_ctx, drafter_window),
                         n_batch=max(INJECT_ROWS, info.block_size),
                         n_outputs=info.block_size,
                         n_threads=n_threads,
@@ -246,11 +271,12 @@ class Engine:
                 )
             engine = cls(model, Target(context), the_drafter, n_ctx)
             engine._owned, engine.notes = owned, tuple(notes)
+            engine._prefixes.pool.budget = budget
             files = (target, None if inside else drafter)
             engine._files = [Path(f) for f in files if f is not None]
             engine._settings = [
                 n_threads or default_threads(), n_gpu_layers, flash_attn, kv_type, use_mmap,
-                *([mtp.MTP] if inside else []),
+                *([mtp.MTP] if inside else []), *workers,
             ]  # fmt: skip
             return engine
         except BaseException:
@@ -266,6 +292,11 @@ class Engine:
     def cached_tokens(self) -> tuple[int, ...]:
         """The tokens in the KV cache; a prompt that begins with them skips their evaluation."""
         return tuple(self._cached)
+
+    @property
+    def prefix_cache(self) -> PrefixStats:
+        """What the prefix cache holds, and what it did so far."""
+        return self._prefixes.stats
 
     @property
     def last_logits(self) -> npt.NDArray[np.float32]:
@@ -293,6 +324,8 @@ class Engine:
         draft: DraftOptions | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] | None = None,
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
     ) -> Result:
         """`generate`, collected into one `Result`."""
         result = Result()
@@ -303,6 +336,8 @@ class Engine:
             draft=draft,
             stop=stop,
             stop_token_ids=stop_token_ids,
+            grammar=grammar,
+            logprobs=logprobs,
         ):
             result.add(step)
         return result
@@ -316,6 +351,8 @@ class Engine:
         draft: DraftOptions | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] | None = None,
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
     ) -> Generator[Step, None, None]:
         """Generate, yielding what each round committed.
 
@@ -333,12 +370,28 @@ class Engine:
                 the first use on a machine measures it, which takes up to 3 seconds).
             stop: strings that end the text, also across token boundaries; not part of it.
             stop_token_ids: tokens that end it; the target's end tokens when left out.
+            grammar: what the answer has to look like. What it forbids is never chosen and never
+                drafted; where it allows nothing more, the answer ends. `max_tokens`, a stop string
+                or a full context can end it earlier.
+            logprobs: give every token its log probability and that many alternatives
+                (`Step.logprobs`; 0: only its own).
 
         Raises:
-            LocalspecError: the prompt is empty or does not fit the context, an id is no token, or
-                this thread has another generation under way.
+            LocalspecError: the prompt is empty or does not fit the context, an id is no token,
+                the target cannot follow the grammar, or this thread has another generation under
+                way.
         """
-        return self._start(Turn(), prompt, params, max_tokens, draft, stop, stop_token_ids)
+        return self._start(
+            Turn(),
+            prompt,
+            params,
+            max_tokens,
+            draft,
+            stop,
+            stop_token_ids,
+            grammar=grammar,
+            logprobs=logprobs,
+        )
 
     def agenerate(
         self,
@@ -349,6 +402,8 @@ class Engine:
         draft: DraftOptions | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] | None = None,
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
     ) -> aio.AsyncSteps:
         """`generate` for `async for`: rounds run in a worker thread.
 
@@ -358,7 +413,17 @@ class Engine:
         turn = ThreadedTurn()
 
         def start() -> Generator[Step, None, None]:
-            return self._start(turn, prompt, params, max_tokens, draft, stop, stop_token_ids)
+            return self._start(
+                turn,
+                prompt,
+                params,
+                max_tokens,
+                draft,
+                stop,
+                stop_token_ids,
+                grammar=grammar,
+                logprobs=logprobs,
+            )
 
         return aio.AsyncSteps(start, turn, self._turns)
 
@@ -380,6 +445,9 @@ class Engine:
         draft: DraftOptions | None,
         stop: Sequence[str],
         stop_token_ids: Sequence[int] | None,
+        *,
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
     ) -> Generator[Step, None, None]:
         """Check everything that `generate` takes; its generator."""
         self._check_open()
@@ -387,16 +455,22 @@ class Engine:
         tokens = self._checked_prompt(prompt)
         if max_tokens is not None and max_tokens < 1:
             raise LocalspecError(f"max_tokens must be at least 1, not {max_tokens}")
+        if logprobs is not None and not 0 <= logprobs <= self.model.n_vocab:
+            raise LocalspecError(f"logprobs must be 0..{self.model.n_vocab}, not {logprobs}")
         if isinstance(stop, str):
             stop = (stop,)
+        is_end = self.model.is_end if stop_token_ids is None else set(stop_token_ids).__contains__
+        state = None if grammar is None else grammar.start(self.model)
         return self._in_turn(
             turn,
             tokens,
-            Sampler(params or SamplingParams(), tokens),
+            Sampler(params or SamplingParams(), tokens, state),
             max_tokens,
             draft or DraftOptions.auto(),
             TextStream(self.model.piece, stop),
-            self.model.is_end if stop_token_ids is None else set(stop_token_ids).__contains__,
+            # A grammar allows an end token only where the answer is complete.
+            is_end if state is None else lambda t: is_end(t) or self.model.is_end(t),
+            logprobs,
         )
 
     @property
@@ -503,6 +577,7 @@ class Engine:
         draft: DraftOptions,
         stream: TextStream,
         is_end: Callable[[int], bool],
+        logprobs: int | None,
     ) -> Generator[Step, None, None]:
         """Wait for the turn, then generate; llama.cpp works only between the steps."""
         self._check_open()
@@ -510,7 +585,9 @@ class Engine:
             yield Step("", (), None, None, "cancelled")
             return
         try:
-            steps = self._generate(turn, prompt, sampler, max_tokens, draft, stream, is_end)
+            steps = self._generate(
+                turn, prompt, sampler, max_tokens, draft, stream, is_end, logprobs
+            )
             while True:
                 with self._work():
                     step = next(steps, None)
@@ -541,6 +618,7 @@ class Engine:
         draft: DraftOptions,
         stream: TextStream,
         is_end: Callable[[int], bool],
+        logprobs: int | None,
     ) -> Generator[Step, None, None]:
         try:
             auto = self._policy(draft, turn)
@@ -551,11 +629,13 @@ class Engine:
             draft = replace(draft, policy="fixed", tokens=0)
         pad = False
         if draft.deterministic:
+            if not self._afresh:
+                self._keep(0)
             pad = self._pads(draft)
             determinism.start_over(self)
             if auto is not None and self._tuning is not None:
                 auto = self._new_policy(self._tuning, pad=pad)
-        prefill = self._prefill(prompt, turn)
+        prefill = self._prefill(prompt, turn, afresh=draft.deterministic)
         if turn.is_cancelled():
             yield Step("", (), None, prefill, "cancelled")
             return
@@ -568,7 +648,8 @@ class Engine:
         left = room if max_tokens is None else min(max_tokens, room)
         anchor = sampler.choose(self._target.logits()[0])
         drafting = Drafting(self._target, self._drafter, draft, sampler, prompt, auto, pad)
-        step = self._step([anchor], left, stream, is_end, prefill=prefill)
+        likely = self._logprobs([0], [anchor], logprobs)
+        step = self._step([anchor], left, stream, is_end, likely, prefill=prefill)
         while True:
             sampler.commit(step.token_ids)
             drafting.commit(step.token_ids)
@@ -579,9 +660,10 @@ class Engine:
             if turn.is_cancelled():
                 yield Step(stream.finish(), (), None, None, "cancelled")
                 return
-            committed, the_round = self._round(anchor, sampler, drafting, left)
+            self._keep_prompt()
+            committed, the_round, likely = self._round(anchor, sampler, drafting, left, logprobs)
             anchor = committed[-1]
-            step = self._step(committed, left, stream, is_end, the_round)
+            step = self._step(committed, left, stream, is_end, likely, the_round)
 
     def _pads(self, draft: DraftOptions) -> bool:
         """Whether deterministic rounds may not be single rows."""
@@ -591,28 +673,74 @@ class Engine:
             self._single_rows_differ = determinism.single_rows_differ(self)
         return self._single_rows_differ
 
-    def _prefill(self, prompt: list[int], turn: Turn) -> Prefill:
-        """Bring the KV caches to exactly `prompt`, reusing the longest common prefix.
+    def _prefill(self, prompt: list[int], turn: Turn, *, afresh: bool = False) -> Prefill:
+        """Bring the KV caches to exactly `prompt`, reusing the longest prefix there is.
 
-        A cancelled turn ends it between two batches.
+        A cancelled turn ends it between two batches. With `afresh`, texts that were kept are left
+        alone.
         """
         started = time.perf_counter()
-        shared = 0
         # The last token is always evaluated: its logits are needed.
-        for a, b in zip(self._cached, prompt[:-1], strict=False):
-            if a != b:
-                break
-            shared += 1
-        self._cut(shared)
+        wanted = prompt[:-1]
+        restored = 0 if afresh or not self._prefixes.on else self._recall(wanted)
+        self._cut(common_prefix(self._cached, wanted))
         reused = len(self._cached)
-        if not turn.is_cancelled():
-            for start, n in self._target.prefill(prompt[reused:]):
+        self._n_prompt, self._afresh, self._prompt_kept = len(prompt), afresh, False
+        parts = [prompt[reused:]]
+        if self._target.exact and self._prefixes.on and not afresh and reused < len(wanted):
+            # What comes after the prompt cannot be taken back: the same prompt starts from here.
+            parts = [prompt[reused:-1], prompt[-1:]]
+        for part in parts:
+            for start, n in () if turn.is_cancelled() else self._target.prefill(part):
                 if self._drafter is not None:
                     self._drafter.absorb(self._target.features(n), prompt[start : start + n])
                 self._cached.extend(prompt[start : start + n])
                 if turn.is_cancelled():
                     break
-        return Prefill(len(prompt), len(self._cached) - reused, time.perf_counter() - started)
+            if part is not parts[-1] and not turn.is_cancelled():
+                self._prefixes.keep(self._cached)
+        return Prefill(
+            len(prompt), len(self._cached) - reused, time.perf_counter() - started,
+            reused, min(restored, reused),
+        )  # fmt: skip
+
+    def _recall(self, wanted: list[int]) -> int:
+        """Bring back the text that was kept with the longest prefix of `wanted`, if it is longer
+        than the live one; the tokens they share."""
+        shared = common_prefix(self._cached, wanted)
+        live = shared if self._drafter is None else self._drafter.cut_point(shared)
+        found = self._prefixes.pool.find(wanted, self._target.cut_point(live))
+        self._keep(shared, hold=found)
+        if found is None:
+            return 0
+        self._cached.clear()
+        if not self._prefixes.restore(found, wanted):
+            return 0
+        self._cached.extend(found.tokens.tolist())
+        return found.usable(wanted)
+
+    def _keep_prompt(self) -> None:
+        """Keep the live text, once, before the drafter's window leaves the prompt too far behind
+        for going back to it."""
+        drafter, end = self._drafter, self._n_prompt - 1
+        if drafter is None or self._target.exact or not self._prefixes.on or self._afresh:
+            return
+        # Its floor moves in steps: by a batch of rows and a round's.
+        if drafter.floor <= end < drafter.floor_after(INJECT_ROWS + MAX_NODES):
+            if (
+                not self._prompt_kept
+                and self._prefixes.pool.find(self._cached[:end], end - 1) is None
+            ):
+                self._prefixes.keep(self._cached)
+            self._prompt_kept = True
+
+    def _keep(self, shared: int, hold: Kept[State] | None = None) -> None:
+        """Keep the live text, if that is worth it, before only `shared` tokens of it stay."""
+        if not self._prefixes.on or not worth_keeping(len(self._cached), self._n_prompt, shared):
+            return
+        self._cut(len(self._cached))  # in line, also after an interrupted round
+        if self._cached:
+            self._prefixes.keep(self._cached, hold)
 
     def _round(
         self,
@@ -620,7 +748,8 @@ class Engine:
         sampler: Sampler,
         drafting: Drafting,
         left: int,
-    ) -> tuple[list[int], Round]:
+        logprobs: int | None,
+    ) -> tuple[list[int], Round, tuple[TokenLogprobs, ...]]:
         """One round; the tokens it commits (accepted ones and the bonus)."""
         clock = time.perf_counter
         started = clock()
@@ -640,10 +769,11 @@ class Engine:
             self._drafter.absorb(self._target.features(rows), [anchor, *accepted])
         self._cached.extend([anchor, *accepted])
         committed = [*accepted, outcome.bonus]
+        likely = self._logprobs([0, *(i + 1 for i in outcome.path)], committed, logprobs)
         drafting.learn(draft, committed, verify_seconds)
         host = clock() - started - draft.seconds - verify_seconds
         seconds = Seconds(draft.seconds, verify_seconds, host)
-        return committed, Round(
+        the_round = Round(
             draft.drafted,
             len(tree),
             len(accepted),
@@ -652,6 +782,15 @@ class Engine:
             draft.paused,
             draft.probing,
         )
+        return committed, the_round, likely
+
+    def _logprobs(
+        self, rows: list[int], tokens: list[int], top: int | None
+    ) -> tuple[TokenLogprobs, ...]:
+        """Those of tokens chosen from rows of the target's last pass, if asked for."""
+        if top is None:
+            return ()
+        return path_logprobs(self._target.logits(), rows, tokens, top)
 
     def _step(
         self,
@@ -659,6 +798,7 @@ class Engine:
         left: int,
         stream: TextStream,
         is_end: Callable[[int], bool],
+        likely: tuple[TokenLogprobs, ...],
         the_round: Round | None = None,
         prefill: Prefill | None = None,
     ) -> Step:
@@ -680,7 +820,7 @@ class Engine:
             text += stream.finish()
         if the_round is not None and len(kept) < the_round.accepted:
             the_round = replace(the_round, accepted=len(kept))
-        return Step(text, tuple(kept), the_round, prefill, reason)
+        return Step(text, tuple(kept), the_round, prefill, reason, likely[: len(kept)])
 
     def _cut(self, n: int) -> None:
         """Keep the first `n` tokens in every cache (fewer when a cache holds or keeps less).
@@ -720,6 +860,7 @@ class Engine:
         self._turns.cancel()
         with self._working:
             owned, self._owned = self._owned, []
+            self._prefixes.pool.clear()
             _close_all(owned)
 
     def __enter__(self) -> Engine:

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 import platform
+import re
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from localspec import rpc
 from localspec.errors import LocalspecError
 from localspec.pairs import FEATURE_ARCHS, LAST_OUTPUT_ARCHS, NO_TREE_ARCHS
 
@@ -79,26 +84,44 @@ _EXTRA_SYMBOLS: dict[str, tuple[str, str, list[Any], Any]] = {
         ctypes.c_void_p,
     ),
 }
+
+
+class _BufferOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override: where tensors whose names match a pattern go."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
+
+
+# llama_token_attr: UNKNOWN and CONTROL, whose tokens llama.cpp turns into no text.
+_NO_TEXT = 1 | 8
+_TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 # ggml_backend_dev_type
 _DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "igpu"}
 # ggml_log_level; 5 continues the line before.
 _LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 
 
+def _import() -> tuple[Any, str]:
+    """llama-cpp-python's bindings, and its version."""
+    try:
+        import llama_cpp
+        from llama_cpp import llama_cpp as api
+    # Its loader raises the last two when the library is not there, or lacks what it links to.
+    except (ImportError, OSError, RuntimeError) as e:
+        why = " ".join(str(e).split())
+        raise LocalspecError(
+            f"llama-cpp-python cannot be imported ({why}); install it with: "
+            f"pip install --force-reinstall --no-cache-dir 'llama-cpp-python>={NEEDED_VERSION}'"
+        ) from e
+    return api, str(llama_cpp.__version__)
+
+
 class _Library:
     """llama_cpp, imported when first needed, with our own symbols bound and its log captured."""
 
     def __init__(self) -> None:
-        try:
-            import llama_cpp
-            from llama_cpp import llama_cpp as api
-        except ImportError as e:
-            raise LocalspecError(
-                f"llama-cpp-python cannot be imported ({e}); install it with: "
-                f"pip install 'llama-cpp-python>={NEEDED_VERSION}'"
-            ) from e
+        api, self.version = _import()
         self.api: Any = api
-        self.version: str = llama_cpp.__version__
         self.pid = os.getpid()
         self._threads = threading.local()
         for name, (itanium, msvc, argtypes, restype) in _EXTRA_SYMBOLS.items():
@@ -306,9 +329,131 @@ def devices() -> list[Device]:
     return found
 
 
+def build_report() -> dict[str, Any]:
+    """What the installed llama.cpp build is, as JSON-compatible values, for `localspec doctor`.
+
+    Unlike everything else here it works on builds, too, that lack what localspec needs: then only
+    the first three are there.
+
+    Returns:
+        version: of llama-cpp-python; library: its file; symbols: name -> whether it is there;
+        commit and ggml: of llama.cpp, None where it does not say; features: its description of
+        itself; backends: what it was compiled for; devices: fields of `Device`.
+
+    Raises:
+        LocalspecError: llama-cpp-python cannot be imported.
+    """
+    api, version = _import()
+    symbols = {
+        name: any(hasattr(api._lib, candidate) for candidate in (name, *names[:2]))
+        for name, names in _EXTRA_SYMBOLS.items()
+    }
+    report = {"version": version, "library": str(api._lib._name), "symbols": symbols}
+    if not all(symbols.values()):
+        return report
+    lib, size = library(), ctypes.c_size_t
+
+    def text(name: str) -> str | None:
+        try:
+            return str(lib.ggml_function(name, ctypes.c_char_p)().decode("utf-8", "replace"))
+        except AttributeError:
+            return None
+
+    count = lib.ggml_function("ggml_backend_reg_count", size)
+    get = lib.ggml_function("ggml_backend_reg_get", ctypes.c_void_p, size)
+    name_of = lib.ggml_function("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
+    return {
+        **report,
+        "commit": text("ggml_commit"),
+        "ggml": text("ggml_version"),
+        "features": api.llama_print_system_info().decode("utf-8", "replace"),
+        "backends": [name_of(get(i)).decode("utf-8", "replace") for i in range(count())],
+        "devices": [asdict(device) for device in devices()],
+    }
+
+
 def has_gpu() -> bool:
     """Whether llama.cpp was built for a GPU that is there."""
-    return bool(library().api.llama_supports_gpu_offload())
+    return any(d.kind in ("gpu", "igpu") for d in devices())
+
+
+# Connections of this process to workers, by their HOST:PORT: they serve one client at a time.
+_connected: Counter[str] = Counter()
+_abort_callbacks: list[Any] = []
+
+
+def _spread(workers: Sequence[str]) -> tuple[list[int], int | None]:
+    """The devices for a model spread over workers, and where its ends go.
+
+    Returns:
+        Pointers of the workers' devices, then of local GPUs; and the buffer type of the CPU when
+        there is no local GPU. The ends (token embeddings and output matrix) stay on this machine:
+        the drafter uses them too, and hidden states are smaller than logits.
+    """
+    lib = library()
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    registry = lib.ggml_function("ggml_backend_reg_by_name", pointer, ctypes.c_char_p)(b"RPC")
+    if not registry:
+        raise LocalspecError(
+            "this build of llama.cpp has no RPC; rebuild it: CMAKE_ARGS=-DGGML_RPC=ON pip install "
+            "--force-reinstall --no-cache-dir --no-deps llama-cpp-python"
+        )
+    address = lib.ggml_function(
+        "ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p
+    )(registry, b"ggml_backend_rpc_add_server")
+    if not address:
+        raise LocalspecError(
+            "this build of llama.cpp cannot add workers; install another version of it: "
+            f"pip install 'llama-cpp-python=={NEEDED_VERSION}'"
+        )
+    add_server = ctypes.CFUNCTYPE(pointer, ctypes.c_char_p)(address)
+    rpc.check([w for w in workers if not _connected[w]], lib.version)
+    _explain_aborts()
+    count = lib.ggml_function("ggml_backend_reg_dev_count", size, pointer)
+    get = lib.ggml_function("ggml_backend_reg_dev_get", pointer, pointer, size)
+    found: list[int] = []
+    for worker in workers:
+        # Not registered as a device of every model: the drafter stays here.
+        server = add_server(worker.encode())
+        if not server:
+            raise LocalspecError(
+                f"worker {worker} offers no device; see what ggml-rpc-server printed there"
+            )
+        found += [get(server, i) for i in range(count(server))]
+    gpus = _local_gpus()
+    by_type = lib.ggml_function("ggml_backend_dev_by_type", pointer, ctypes.c_int)
+    buffers = lib.ggml_function("ggml_backend_dev_buffer_type", pointer, pointer)
+    return found + gpus, None if gpus else buffers(by_type(0))
+
+
+def _local_gpus() -> list[int]:
+    """The GPUs llama.cpp would choose by itself: integrated ones only where there are no others."""
+    lib, size = library(), ctypes.c_size_t
+    count = lib.ggml_function("ggml_backend_dev_count", size)
+    get = lib.ggml_function("ggml_backend_dev_get", ctypes.c_void_p, size)
+    kind = lib.ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    all_of: dict[str | None, list[int]] = {"gpu": [], "igpu": []}
+    for device in map(get, range(count())):
+        all_of.setdefault(_DEVICE_KINDS.get(kind(device)), []).append(device)
+    return all_of["gpu"] or all_of["igpu"][:1]
+
+
+def _explain_aborts() -> None:
+    """Say one line when a worker is gone, instead of a backtrace: llama.cpp ends the process."""
+    if _abort_callbacks:
+        return
+
+    def explain(message: bytes) -> None:
+        text = message.decode("utf-8", "replace")
+        if "rpc" in text.lower():
+            line = "a worker is gone, and llama.cpp ends the process when that happens"
+        else:
+            line = "llama.cpp ends the process"
+        os.write(2, f"localspec: {line} ({text})\n".encode())
+
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(explain)
+    _abort_callbacks.append(callback)  # llama.cpp holds the pointer
+    library().ggml_function("ggml_set_abort_callback", ctypes.c_void_p, type(callback))(callback)
 
 
 def default_threads() -> int:
@@ -371,12 +516,34 @@ class ModelOptions:
         use_mmap: map the file instead of reading it.
         use_mlock: keep the model in memory.
         mtp: load multi-token prediction layers too.
+        workers: "HOST:PORT" of RPC workers that hold its layers together with local GPUs.
     """
 
     n_gpu_layers: int = -1
     use_mmap: bool = True
     use_mlock: bool = False
     mtp: bool = False
+    workers: tuple[str, ...] = ()
+
+
+# Pre-tokenizers (`tokenizer.ggml.pre`) for which llama.cpp has code of its own.
+_OWN_SPLITTERS = frozenset(
+    ["gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "lfm2", "qwen2", "qwen35"]
+)
+_MAX_RUN = 4000
+
+
+def cut_long_runs(text: str, most: int = _MAX_RUN) -> list[str]:
+    """A text in parts without endless words or gaps.
+
+    C++'s regular expressions take a few hundred bytes of stack for every character of a match: a
+    word of 40,000 letters ends the process.
+    """
+    # White space beyond ASCII counts for both: expressions differ in what they take it for.
+    long = re.finditer(rf"[^ \t\n\r\v\f]{{{most}}}|\s{{{most}}}", text)
+    ends = [0, *(m.end() for m in long), len(text)]
+    parts = [text[a:b] for a, b in pairwise(ends) if a < b]
+    return parts or [text]
 
 
 class Model:
@@ -406,6 +573,8 @@ class Model:
         params.n_gpu_layers = options.n_gpu_layers
         params.load_mode = _load_mode(self._api, options)
         params.load_mtp = options.mtp
+        if options.workers:
+            self._place(params, options.workers)
         stopped = []
 
         def report(fraction: float, _user_data: Any) -> bool:
@@ -430,7 +599,8 @@ class Model:
         if not self._handle:
             raise LocalspecError(f"llama.cpp cannot load {self.path}: {self._lib.why()}")
         api, h = self._api, self._handle
-        self._owned: _Owned = _Owned(h, api.llama_model_free)
+        _connected.update(options.workers)
+        self._owned: _Owned = _Owned(h, lambda h: _free_model(api, h, options.workers))
         self._vocab = api.llama_model_get_vocab(h)
         self.n_layer: int = api.llama_model_n_layer(h)
         self.n_embd: int = api.llama_model_n_embd(h)
@@ -442,10 +612,22 @@ class Model:
             or api.llama_model_is_hybrid(h)
             or self.meta("general.architecture") in NO_TREE_ARCHS
         )
+        self.n_swa: int = api.llama_model_n_swa(h)  # sliding window; 0 without
         self.bos: int = api.llama_vocab_bos(self._vocab)
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.add_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
         self._pieces: dict[tuple[int, bool], bytes] = {}
+
+    def _place(self, params: Any, workers: Sequence[str]) -> None:
+        """Spread the model over workers and local GPUs."""
+        chosen, ends = _spread(workers)
+        self._devices = (ctypes.c_void_p * (len(chosen) + 1))(*chosen, None)
+        params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
+        if ends is not None:
+            self._overrides = (_BufferOverride * 2)()
+            self._overrides[0].pattern = rb"^(token_embd|output)\."
+            self._overrides[0].buft = ends
+            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
     @property
     def handle(self) -> Any:
@@ -496,6 +678,23 @@ class Model:
             add_special: add the beginning-of-text token where the model wants one.
             parse_special: read "<|im_start|>" and the like as special tokens.
         """
+        parts = cut_long_runs(text) if self._splits_by_regex else [text]
+        ids = self._tokenized(parts[0], add_special, parse_special)
+        if len(parts) > 1:
+            ends = add_special and self._api.llama_vocab_get_add_eos(self._live_vocab)
+            last = [ids.pop()] if ends else []
+            for part in parts[1:]:
+                ids += self._tokenized(part, False, parse_special)
+            ids += last
+        return ids
+
+    @cached_property
+    def _splits_by_regex(self) -> bool:
+        """Whether llama.cpp splits texts into words by C++'s regular expressions."""
+        bpe = self._api.llama_vocab_type(self._live_vocab) == self._api.LLAMA_VOCAB_TYPE_BPE
+        return bpe and self.meta("tokenizer.ggml.pre") not in _OWN_SPLITTERS
+
+    def _tokenized(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         # Lone surrogates (from broken terminals) have no UTF-8 form.
         data = text.encode("utf-8", "replace")
         size = len(data) + 2
@@ -532,6 +731,22 @@ class Model:
         """Whether a token ends a generation (end of text, end of turn)."""
         return bool(self._api.llama_vocab_is_eog(self._live_vocab, token))
 
+    @cached_property
+    def silent_tokens(self) -> npt.NDArray[np.bool_]:
+        """[V] tokens without a text of their own (control tokens), end tokens excepted."""
+        vocab, attributes = self._live_vocab, self._api.llama_vocab_get_attr
+        kinds = np.array([attributes(vocab, t) for t in range(self.n_vocab)])
+        silent: npt.NDArray[np.bool_] = (kinds & _NO_TEXT) != 0
+        for token in np.flatnonzero(silent).tolist():
+            silent[token] = not self.is_end(token)
+        return silent
+
+    @property
+    def can_end(self) -> bool:
+        """Whether it has a token to end a generation with."""
+        ends = (self.eos, self._api.llama_vocab_eot(self._live_vocab))
+        return any(t >= 0 and self.is_end(t) for t in ends)
+
     @property
     def _live_vocab(self) -> Any:
         _ = self.handle
@@ -546,6 +761,75 @@ class Model:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self.close()
+
+
+class GrammarSampler:
+    """A state of llama.cpp's grammar sampler; never changes once it is made.
+
+    Args:
+        model: whose tokens are constrained.
+        text: GBNF that `gbnf.check` accepts, with a rule `root`.
+
+    Raises:
+        LocalspecError: llama.cpp refuses the grammar, or the model has no end token.
+    """
+
+    def __init__(self, model: Model, text: str) -> None:
+        self._api, self.model = model._api, model
+        vocab = model._live_vocab
+        if not model.can_end:
+            raise LocalspecError(
+                f"{model.path.name} has no token to end an answer with; use it without a grammar"
+            )
+        handle = self._api.llama_sampler_init_grammar(vocab, text.encode(), b"root")
+        if not handle:
+            raise LocalspecError("llama.cpp refuses the grammar; check it with its own tools")
+        self._own(handle)
+        # Control tokens have no text; llama.cpp would take their names for it.
+        self._silent = model.silent_tokens
+
+    def _own(self, handle: Any) -> None:
+        self._handle = handle
+        self._owned: _Owned = _Owned(handle, self._api.llama_sampler_free, self.model._owned)
+
+    def allowed(self, tokens: Ints) -> npt.NDArray[np.bool_]:
+        """[n] whether each of some tokens may come next (end tokens: whether it may end here).
+
+        Raises:
+            LocalspecError: an id is out of range.
+        """
+        data = np.zeros(len(tokens), _TOKEN_DATA)
+        if len(tokens):
+            if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.model.n_vocab:
+                raise LocalspecError(f"token ids must be 0..{self.model.n_vocab - 1}")
+            data["id"] = tokens
+            kind = self._api.llama_token_data_array
+            pointer = ctypes.cast(data.ctypes.data, dict(kind._fields_)["data"])
+            array = kind(data=pointer, size=len(tokens), selected=-1, sorted=False)
+            _ = self.model.handle
+            self._api.llama_sampler_apply(self._handle, ctypes.byref(array))
+        allowed: npt.NDArray[np.bool_] = data["logit"] == 0
+        allowed &= ~self._silent[tokens]
+        return allowed
+
+    def after(self, token: int) -> GrammarSampler:
+        """The state after one more token.
+
+        Raises:
+            LocalspecError: the grammar does not allow it (llama.cpp would end the process).
+        """
+        if not self.allowed(np.array([token]))[0]:
+            raise LocalspecError(f"the grammar does not allow token {token} here")
+        other = object.__new__(GrammarSampler)
+        other._api, other.model, other._silent = self._api, self.model, self._silent
+        other._own(self._api.llama_sampler_clone(self._handle))
+        self._api.llama_sampler_accept(other._handle, token)
+        return other
+
+    def __del__(self) -> None:
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle:
+            self._owned.release()
 
 
 @dataclass(frozen=True)
@@ -569,6 +853,8 @@ class ContextOptions:
             drafters go on from (`Context.next_states`): of the outputs ("outputs"), or of every
             token of a batch ("all").
         mtp: evaluate the model's multi-token prediction layers instead of the model.
+        streams: give every sequence id cells of its own, `n_ctx / n_seq_max` each, so that
+            independent texts evaluated side by side do not walk over each other's cells.
     """
 
     n_ctx: int
@@ -584,6 +870,7 @@ class ContextOptions:
     layer_inputs: tuple[int, ...] = ()
     next_states: str | None = None
     mtp: bool = False
+    streams: bool = False
 
 
 class Context:
@@ -614,7 +901,7 @@ class Context:
         params.flash_attn_type = {None: -1, False: 0, True: 1}[options.flash_attn]
         params.type_k = params.type_v = KV_TYPES[options.kv_type]
         params.embeddings = options.hidden_states
-        params.kv_unified = True  # tree paths share the prefix's cells
+        params.kv_unified = not options.streams  # tree paths share the prefix's cells
         params.swa_full = True  # rejected nodes must be removable from sliding windows too
         params.no_perf = True
         params.ctx_type = int(options.mtp)
@@ -904,6 +1191,53 @@ class Context:
         self._api.llama_memory_clear(self._memory_of_handle, False)
 
     @property
+    def _whole_states(self) -> bool:
+        # The state of a single sequence leaves out what its window has passed, so that it could
+        # not be shortened afterwards. Recurrent ones never can, and cannot be saved whole.
+        return self.model.n_swa > 0 and not self.model.recurrent
+
+    def state_size(self) -> int:
+        """Bytes that `save_state` takes."""
+        if self._whole_states:
+            return int(self._api.llama_state_get_size(self.handle))
+        return int(self._api.llama_state_seq_get_size(self.handle, 0))
+
+    def save_state(self) -> npt.NDArray[np.uint8]:
+        """The cells of sequence 0, the only one in use, as a copy in main memory.
+
+        Raises:
+            LocalspecError: llama.cpp cannot copy them.
+            MemoryError: there is no room for the copy.
+        """
+        state = _pages(self.state_size())
+        pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        self._lib.recent.clear()
+        if self._whole_states:
+            n = self._api.llama_state_get_data(self.handle, pointer, len(state))
+        else:
+            n = self._api.llama_state_seq_get_data(self.handle, pointer, len(state), 0)
+        if not n or n != len(state):
+            raise LocalspecError(f"llama.cpp cannot copy the KV cache: {self._lib.why()}")
+        return state
+
+    def load_state(self, state: npt.NDArray[np.uint8]) -> None:
+        """Replace everything by what this context's `save_state` gave.
+
+        Raises:
+            LocalspecError: llama.cpp cannot bring it back; the context is empty then.
+        """
+        self.clear()
+        pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        self._lib.recent.clear()
+        if self._whole_states:
+            n = self._api.llama_state_set_data(self.handle, pointer, len(state))
+        else:
+            n = self._api.llama_state_seq_set_data(self.handle, pointer, len(state), 0)
+        if n != len(state):
+            self.clear()
+            raise LocalspecError(f"llama.cpp cannot bring a KV cache back: {self._lib.why()}")
+
+    @property
     def _memory_of_handle(self) -> Any:
         _ = self.handle
         return self._memory
@@ -922,6 +1256,23 @@ class Context:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self.close()
+
+
+def _free_model(api: Any, handle: Any, workers: Sequence[str]) -> None:
+    api.llama_model_free(handle)
+    _connected.subtract(workers)
+
+
+def _pages(size: int) -> npt.NDArray[np.uint8]:
+    """[size] bytes that go back to the system when they are dropped, as the heap's need not."""
+    try:
+        if sys.platform == "win32":
+            pages = mmap.mmap(-1, size)
+        else:
+            pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:
+        raise MemoryError(str(e)) from e
+    return np.frombuffer(pages, np.uint8)
 
 
 def _view(pointer: Any, shape: tuple[int, int]) -> Floats:

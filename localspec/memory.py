@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS
+from localspec import eagle, mtp
+from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS, context_cells
 from localspec.drafting import MAX_LEAVES, MAX_NODES, MAX_ROLLBACK
-from localspec.eagle import MOST_NODES
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
-from localspec.pairs import DrafterInfo, check_pair, check_target, heads_path, vocab_size
+from localspec.pairs import DrafterInfo, check_pair, check_target, vocab_size
+from localspec.prefixes import AUTO, AUTO_MOST, parse_size
 
 MIN_CTX = 512  # a context is not made smaller than this to make things fit
 ROOMY_CTX = 4096  # nor, before layers leave the GPU, is one of n_ctx = 0 smaller than this
@@ -50,6 +51,8 @@ class MemoryEstimate:
         unified: whether the GPU uses main memory.
         shortened: whether `fit` had to lower n_ctx.
         offloaded_less: whether `fit` had to lower n_gpu_layers.
+        prefix_cache: most that earlier conversations take, in main memory.
+        fewer_prefixes: whether `fit` had to lower that.
     """
 
     weights: int
@@ -64,11 +67,13 @@ class MemoryEstimate:
     unified: bool = False
     shortened: bool = False
     offloaded_less: bool = False
+    prefix_cache: int = 0
+    fewer_prefixes: bool = False
 
     @property
     def total(self) -> int:
         """All of it, wherever it lies."""
-        return self.weights + self.kv + self.drafter + self.buffers
+        return self.weights + self.kv + self.drafter + self.buffers + self.prefix_cache
 
     @property
     def on_host(self) -> int:
@@ -84,6 +89,8 @@ class MemoryEstimate:
         parts = f"weights {_mb(self.weights)}, KV cache {_mb(self.kv)}"
         if self.drafter:
             parts += f", drafter {_mb(self.drafter)}"
+        if self.prefix_cache:
+            parts += f", prefix cache {_mb(self.prefix_cache)}"
         return f"{_mb(self.total)} ({parts}, buffers {_mb(self.buffers)})"
 
 
@@ -110,20 +117,23 @@ def estimate(
     kv_type: str = "f16",
     drafter_window: int = DRAFTER_WINDOW,
     fit: bool = False,
+    prefix_cache: int | str = 0,
     free: Free | None = None,
 ) -> MemoryEstimate:
     """Estimate what `Engine.load` with the same arguments takes. Only headers are read.
 
     Args:
         target: GGUF of the target.
-        drafter: GGUF of a drafter for it.
+        drafter: GGUF of a drafter for it, or "mtp" as for `Engine.load`.
         n_ctx: context length in tokens; 0 takes what the target was trained with.
         n_batch: tokens per prefill pass.
         n_gpu_layers: layers on the GPU; -1 means all.
         flash_attn: as for `Engine.load`.
         kv_type: element type of the target's KV cache.
         drafter_window: most recent positions the drafter keeps.
-        fit: lower n_gpu_layers and n_ctx until it fits, if it can; the estimate says to what.
+        fit: lower the prefix cache, n_gpu_layers and n_ctx until it fits, if it can; the estimate
+            says to what.
+        prefix_cache: as for `Engine.load`.
         free: what is free; this machine's when left out.
 
     Raises:
@@ -135,7 +145,9 @@ def estimate(
         header = files.enter_context(GgufFile(target))
         check_target(header)
         drafter_header = info = None
-        if drafter is not None:
+        if drafter == mtp.MTP:
+            drafter_header, info = header, mtp.read_mtp(header)
+        elif drafter is not None:
             drafter_header = files.enter_context(GgufFile(drafter))
             info = check_pair(header, drafter_header)
         if flash_attn is None:
@@ -143,7 +155,11 @@ def estimate(
         needs = Needs(
             header, drafter_header, info, n_batch, flash_attn is not False, kv_type, drafter_window
         )
-        return _choose(needs, n_ctx, n_ctx_train(header), n_gpu_layers, free or free_memory(), fit)
+        free = free or free_memory()
+        auto = prefix_cache == AUTO
+        budget = 0 if auto else parse_size(prefix_cache)
+        best = _choose(needs, n_ctx, n_ctx_train(header), n_gpu_layers, free, fit, budget)
+        return replace(best, prefix_cache=_share(best.available - best.on_host)) if auto else best
 
 
 class Needs:
@@ -172,11 +188,14 @@ class Needs:
         self._flash, self._kv_type, self._window = flash, kv_type, drafter_window
         self._batch = max(n_batch, MAX_NODES + 1)
         self._target, self._drafter, self._info = _Shape(target), None, info
-        self._heads = 0
+        self._heads, self._layer = 0, None
         if drafter is not None and info is not None:
-            self._drafter = _Shape(drafter)
+            self._drafter = self._target if drafter is target else _Shape(drafter)
             if info.heads_path is not None:
-                self._heads = heads_path(drafter.path).stat().st_size
+                self._heads = info.heads_path.stat().st_size
+                if info.family == "eagle3":  # a layer of its own: see `eagle_wide`
+                    with GgufFile(info.heads_path) as layer:
+                        self._layer = _Shape(layer)
         self.n_layer = self._target.n_layer
 
     def at(self, n_ctx: int, n_gpu_layers: int, free: Free) -> MemoryEstimate:
@@ -188,10 +207,11 @@ class Needs:
         first = self.n_layer + 1 - layers  # the first layer on the GPU; the output is the last
         kv = [t.cache_bytes(i, n_ctx, self._kv_type) for i in range(self.n_layer)]
         outputs = min(batch, MAX_NODES + 1)
-        work = t.work_bytes(batch, n_ctx, outputs, self._flash, features=self._info is not None)
+        captured = 0 if self._info is None else len(self._info.target_layers)
+        work = t.work_bytes(batch, n_ctx, outputs, self._flash, features=captured > 0)
         host_outputs = 4 * t.n_vocab * max(outputs, MAX_LEAVES)
-        if self._info is not None:
-            host_outputs += 2 * 4 * batch * len(self._info.target_layers) * t.n_embd
+        if self._info is not None:  # MTP layers read one state
+            host_outputs += 2 * 4 * batch * max(captured, 1) * t.n_embd
         buffers = work + host_outputs + _TOKEN_BYTES * t.n_vocab
         drafter = self._drafter_bytes(n_ctx)
         on_device = 0
@@ -207,15 +227,28 @@ class Needs:
         d, info = self._drafter, self._info
         if d is None or info is None:
             return 0
-        cells = min(n_ctx, self._window + INJECT_ROWS) + info.block_size
         batch = max(INJECT_ROWS, info.block_size)
-        kv = sum(d.cache_bytes(i, cells, "f16") for i in range(d.n_layer))
-        features = 4 * batch * len(info.target_layers) * info.n_embd
+        states = 0
+        if info.family == "block":
+            cells, outputs = context_cells(info, n_ctx, self._window), info.block_size
+        else:
+            options = eagle.context_options(
+                info, n_ctx, window=self._window, n_threads=1, flash_attn=None
+            )
+            cells, outputs = options.n_ctx, options.n_outputs
+            states = 4 * min(cells, self._window + INJECT_ROWS) * info.n_embd
         # The target's vocabulary: a drafter's file may leave its embeddings out.
-        outputs = MOST_NODES if info.family == "eagle3" else info.block_size
         work = d.work_bytes(batch, cells, outputs, self._flash, n_vocab=info.n_vocab)
-        tables = _TOKEN_BYTES * info.n_vocab + 4 * info.n_vocab * outputs
-        return d.all_weights + self._heads + kv + 2 * features + work + tables
+        rows = 4 * info.n_vocab * outputs + states
+        if info.family == mtp.MTP:  # weights and tokenizer are the target's
+            return d.mtp_bytes(cells, "f16") + work + rows
+        kv = sum(d.cache_bytes(i, cells, "f16") for i in range(d.n_layer))
+        if self._layer is not None:
+            kv += self._layer.cache_bytes(0, cells, "f16")
+            work += self._layer.work_bytes(batch, cells, outputs, self._flash, n_vocab=1)
+        features = 4 * batch * len(info.target_layers) * info.n_embd
+        tables = _TOKEN_BYTES * info.n_vocab
+        return d.all_weights + self._heads + kv + 2 * features + work + rows + tables
 
 
 class _Shape:
@@ -260,6 +293,7 @@ class _Shape:
             self.output_weights += embeddings  # a GPU gets a copy of tied embeddings
         # Scalars per cell and layer.
         self._cells: list[int] = []
+        self._mtp_cells = 0  # of its multi-token prediction layers, which have a cache of their own
         for i in range(self.n_layer):
             swa = "_swa" if local[i] and header.arch_get("attention.key_length_swa") else ""
             each = number(f"attention.key_length{swa}", width) + number(
@@ -267,6 +301,8 @@ class _Shape:
             )
             has = i < self.n_layer - max(shared, unused) and (i in attends or i not in recurs)
             self._cells.append(heads_kv[i] * each if has else 0)
+            if i >= self.n_layer - unused:
+                self._mtp_cells += heads_kv[i] * each
         conv = (
             max(0, number("ssm.conv_kernel", 0) - 1)
             * (
@@ -285,6 +321,10 @@ class _Shape:
         """KV cache and recurrent states of one layer."""
         cells = -(-n_ctx // _PAD) * _PAD
         return int(cells * self._cells[layer] * _KV_BYTES[kv_type]) + self._states[layer]
+
+    def mtp_bytes(self, n_ctx: int, kv_type: str) -> int:
+        """KV cache of its multi-token prediction layers."""
+        return int(-(-n_ctx // _PAD) * _PAD * self._mtp_cells * _KV_BYTES[kv_type])
 
     def work_bytes(
         self,
@@ -325,15 +365,29 @@ def _per_layer(header: GgufFile, key: str, n_layer: int, default: int) -> list[i
 
 
 def _choose(
-    needs: Needs, n_ctx: int, n_ctx_train: int, n_gpu_layers: int, free: Free, fit: bool
+    needs: Needs,
+    n_ctx: int,
+    n_ctx_train: int,
+    n_gpu_layers: int,
+    free: Free,
+    fit: bool,
+    prefix_cache: int = 0,
 ) -> MemoryEstimate:
     asked = n_ctx or n_ctx_train
+    kept = prefix_cache
 
     def at(n_ctx: int, layers: int) -> MemoryEstimate:
-        return needs.at(n_ctx, layers, free)
+        return replace(
+            needs.at(n_ctx, layers, free), prefix_cache=kept, fewer_prefixes=kept < prefix_cache
+        )
 
     best = at(asked, n_gpu_layers)
     if not fit or best.fits:
+        return best
+    # What only saves time goes first.
+    kept -= min(kept, max(0, best.on_host - best.available))
+    best = at(asked, n_gpu_layers)
+    if best.fits:
         return best
     # A context nobody asked for goes first, then layers leave the GPU, then the context shrinks.
     if n_ctx == 0 and asked > ROOMY_CTX:
@@ -392,11 +446,29 @@ def changes(found: MemoryEstimate) -> list[str]:
             f"{found.n_gpu_layers} layers are on the GPU; more do not fit into its "
             f"{_mb(found.device_available)} of free memory"
         )
+    if found.fewer_prefixes:
+        notes.append(
+            f"the prefix cache is {_mb(found.prefix_cache) if found.prefix_cache else 'off'}; more "
+            f"does not fit into {_mb(found.available)} of free memory"
+        )
     if found.shortened:
         notes.append(
             f"the context is {found.n_ctx} tokens; more do not fit into {_mb(free)} of free memory"
         )
     return notes
+
+
+def prefix_budget(size: int | str) -> int:
+    """Bytes of a `prefix_cache` setting where nothing else is estimated.
+
+    Raises:
+        LocalspecError: it is no size.
+    """
+    return _share(free_memory().host) if size == AUTO else parse_size(size)
+
+
+def _share(free: int) -> int:
+    return max(0, min(AUTO_MOST, free // 4))
 
 
 def free_memory() -> Free:

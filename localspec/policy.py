@@ -59,6 +59,11 @@ class CostCurve:
         self._known: dict[int, Floats] = {}
 
     @property
+    def load(self) -> float:
+        """How much longer passes take now than when they were measured, whatever their size."""
+        return self._load
+
+    @property
     def largest(self) -> int:
         """The largest pass the curve knows."""
         return int(self.sizes[-1])
@@ -363,12 +368,24 @@ class AutoPolicy:
         calibration: Calibration | None = None,
     ) -> None:
         self.curve, self.block_seconds, self.host_seconds = curve, block_seconds, host_seconds
+        self._block_measured, self._block_factor = block_seconds, 1.0
         self.switch_seconds, self.last_size = switch_seconds, 1
         self.survival = Survival(max(1, depths), calibration=calibration)
         self.context = ContextOdds()
         self.ranks = RankOdds()
         self._offered = DraftTree.empty()  # what the last drafted round chose from
         self.pacing = Pacing()
+
+    def observe_block(self, seconds: float) -> None:
+        """Learn from a real drafter pass, beside the load that the target's passes show.
+
+        On a busy core a pass of many small steps suffers more than the target's; probes must then
+        get rarer. They are rare anyway, so each one counts; it moves the estimate by up to 1.4.
+        """
+        if self._block_measured > 0 and seconds > 0:
+            ratio = seconds / (self._block_measured * self.curve.load)
+            self._block_factor *= _bounded(ratio / self._block_factor, 0.5, 2.0) ** 0.5
+            self.block_seconds = self._block_measured * _bounded(self._block_factor, 0.5, 16.0)
 
     def choose(self, tree: DraftTree, context_depth: int, *, drafted: bool) -> DraftTree:
         """The best part of a tree whose scores are log survival; possibly nothing.

@@ -13,10 +13,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from localspec.sampled import _ACCEPTED, _SIBLING, _allocate, _draw, _share, _worthwhile
+from localspec.constraint import State, forbid
+from localspec.sampled import ACCEPTED, Drawn, allocate, constrained, share_of, worthwhile
 from localspec.topk import shortlist as largest
 from localspec.topk import top_k
-from localspec.tree import ROOT, SHORTLIST, DraftTree, Proposal
+from localspec.tree import ROOT, SHORTLIST, DraftTree
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -61,6 +62,7 @@ def grow_tree(
     children: int,
     frontier: int,
     calibrate: Callable[[int, Floats], Floats] | None = None,
+    state: State | None = None,
 ) -> DraftTree:
     """The best `budget` nodes, found level by level.
 
@@ -71,7 +73,7 @@ def grow_tree(
         budget: N, nodes in the tree.
         children: children per parent.
         frontier: nodes kept per level, those that may become parents.
-        calibrate: as in `tree.build_tree`.
+        calibrate, state: as in `tree.build_tree`.
 
     Returns:
         A tree of at most `budget` nodes in level order, siblings in falling order of score.
@@ -83,10 +85,11 @@ def grow_tree(
     logits = rollout.root()
     scores = np.zeros(1, np.float32)
     nodes = np.array([ROOT], np.int32)
+    grammar = None if state is None else [state]  # the frontier's states
     levels: list[tuple[Ints, Ints, Floats]] = []
     count = 0
     for d in range(depths):
-        ids, log_pi = _likeliest(logits, children)
+        ids, log_pi = _likeliest(logits, children, grammar)
         if calibrate is not None:
             known = np.isfinite(log_pi)
             log_pi = np.where(known, calibrate(d, np.where(known, log_pi, -80.0)), -np.inf)
@@ -106,6 +109,8 @@ def grow_tree(
         if d + 1 == depths or not len(alive):
             break
         nodes, scores = nodes[alive], scores[alive]
+        if grammar is not None:
+            grammar = [grammar[origin[i]].after(int(tokens[i])) for i in alive]
         logits = rollout.expand(origin[alive].tolist(), tokens[alive].tolist())
     tree = DraftTree(
         np.concatenate([level[0] for level in levels]),
@@ -127,37 +132,33 @@ def draw_tree(
     branch: Sequence[int] = (),
     branch_odds: Sequence[float] = (),
     shortlist: int = SHORTLIST,
+    state: State | None = None,
 ) -> DraftTree:
     """A tree whose nodes are drawn from the drafter, for exact rejection sampling.
 
     As `sampled.sample_tree`: how many children a node gets is decided before any is drawn, and
     every drawn node stays. Arguments are the same but for the drafter's.
     """
-    token: list[int] = []
-    parent: list[int] = []
-    depth: list[int] = []
-    survival: list[float] = []
-    proposals: dict[int, Proposal] = {}
+    drawn = Drawn(min(most_leaves, rollout.most_nodes))
     levels = min(rollout.depth, budget)
-    most_leaves = min(most_leaves, rollout.most_nodes)
     nodes, origin, on_branch = [ROOT], [0], 0
-    leaves_left = most_leaves - 1
+    grammar = None if state is None else {ROOT: state}
     for d in range(max(levels, min(len(branch), budget))):
-        left = budget - len(token)
+        left = budget - len(drawn.token)
         if left <= 0 or not nodes:
             break
         has_branch = on_branch >= 0 and d < len(branch)
-        alive = np.array([1.0 if u == ROOT else survival[u] for u in nodes])
+        alive = drawn.alive(nodes)
         counts = np.zeros(len(nodes), np.int64)
         rows: dict[int, int] = {}  # frontier index -> row of the logits
         logits = np.zeros((0, 0), np.float32)
         if d < levels:
-            kept = min(left, _worthwhile(alive[on_branch], branch_odds[d:])) if has_branch else 0
-            counts = _allocate(
-                alive * _ACCEPTED,
-                _share(left - kept, levels - d),
+            kept = min(left, worthwhile(alive[on_branch], branch_odds[d:])) if has_branch else 0
+            counts = allocate(
+                alive * ACCEPTED,
+                share_of(left - kept, levels - d),
                 width,
-                leaves_left,
+                drawn.leaves_left,
                 on_branch if has_branch else -1,
             )
             # The branch is followed even where nothing is drawn: deeper nodes may follow it.
@@ -166,67 +167,40 @@ def draw_tree(
                 logits = rollout.root()
             elif asked:
                 logits = rollout.expand(
-                    [origin[i] for i in asked], [token[nodes[i]] for i in asked]
+                    [origin[i] for i in asked], [drawn.token[nodes[i]] for i in asked]
                 )
             rows = {i: row for row, i in enumerate(asked)}
         grown: list[tuple[int, int]] = []  # (child, row of its parent)
         next_branch = -1
         for i, u in enumerate(nodes):
-            fixed = int(has_branch and i == on_branch)
             ids, probs = np.zeros(0, np.int64), np.zeros(0)
             if counts[i]:
                 row = logits[rows[i]]
                 ids = largest(row, shortlist)
                 ids = ids[np.isfinite(row[ids])]
-                probs = draft_distribution(row[ids])
-            chance = alive[i] * (_ACCEPTED if d < levels else 0.0)
-            if fixed:
-                given = int(branch[d])
-                next_branch = len(grown)
-                _add(token, parent, depth, survival, given, u, d, alive[i] * branch_odds[d])
-                grown.append((len(token) - 1, rows.get(i, -1)))
-                chance *= 1 - branch_odds[d]
-                probs = np.where(ids == given, 0.0, probs)
-                if probs.sum() > 0:
-                    probs = probs / probs.sum()
-            drawn = _draw(probs, int(counts[i]), rng)
-            for j, at in enumerate(drawn):
-                _add(token, parent, depth, survival, int(ids[at]), u, d, chance * _SIBLING**j)
-                grown.append((len(token) - 1, rows[i]))
-            if fixed or len(drawn):
-                proposals[u] = Proposal(fixed, ids, probs)
-                leaves_left -= fixed + len(drawn) - 1
+                probs = constrained(
+                    row[ids], ids, None if grammar is None else grammar[u], draft_distribution
+                )
+            given = None
+            if has_branch and i == on_branch:
+                given, next_branch = (int(branch[d]), branch_odds[d]), len(grown)
+            odds = ACCEPTED if d < levels else 0.0
+            children = drawn.grow(u, ids, probs, int(counts[i]), odds, rng, given)
+            grown += [(child, rows.get(i, -1)) for child in children]
         nodes, origin = [child for child, _ in grown], [row for _, row in grown]
+        if grammar is not None:
+            grammar = {v: grammar[drawn.parent[v]].after(drawn.token[v]) for v in nodes}
         on_branch = next_branch
-    return DraftTree(
-        np.array(token, np.int32),
-        np.array(parent, np.int32),
-        np.array(depth, np.int32),
-        np.log(np.maximum(np.array(survival), 1e-30)).astype(np.float32),
-        proposals,
-    )
+    return drawn.tree()
 
 
-def _add(
-    token: list[int],
-    parent: list[int],
-    depth: list[int],
-    survival: list[float],
-    t: int,
-    p: int,
-    d: int,
-    s: float,
-) -> None:
-    token.append(t)
-    parent.append(p)
-    depth.append(d + 1)
-    survival.append(s)
-
-
-def _likeliest(logits: Floats, k: int) -> tuple[npt.NDArray[np.intp], Floats]:
+def _likeliest(
+    logits: Floats, k: int, states: Sequence[State] | None = None
+) -> tuple[npt.NDArray[np.intp], Floats]:
     """([P, k] tokens, [P, k] log probabilities) of the k most likely per row, best first.
 
-    Where the drafter knows fewer than k tokens, the rest has the log probability -inf.
+    Where the drafter knows fewer than k tokens, or a grammar allows fewer, the rest has the log
+    probability -inf.
     """
     k = min(k, logits.shape[1])
     ids = np.zeros((len(logits), k), np.intp)
@@ -237,6 +211,12 @@ def _likeliest(logits: Floats, k: int) -> tuple[npt.NDArray[np.intp], Floats]:
         at, best = top_k(row[candidates][None], k)
         peak = float(row[candidates].max())
         weights = np.exp(np.subtract(row, np.float32(peak)))
+        best = best - np.float32(peak) - np.log(weights.sum())
+        if states is not None and not states[i].allows(candidates[at[0]]).all():
+            candidates = largest(row, SHORTLIST)
+            candidates = candidates[np.isfinite(row[candidates])]
+            log_all = (row[candidates] - np.float32(peak) - np.log(weights.sum()))[None]
+            at, best = top_k(forbid(log_all, candidates, [states[i]], k), k)
         ids[i, : at.shape[1]] = candidates[at[0]]
-        log_pi[i, : at.shape[1]] = best[0] - peak - np.log(weights.sum())
+        log_pi[i, : at.shape[1]] = best[0]
     return ids, log_pi

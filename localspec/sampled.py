@@ -1,7 +1,7 @@
 """Sampled draft trees, for exact rejection sampling.
 
 Children are drawn from the drafter without replacement. Exactness forbids peeking: whether a node
-is in the tree must not depend on its own token. The structure sees to it: `_allocate` decides how
+is in the tree must not depend on its own token. The structure sees to it: `allocate` decides how
 many children each parent gets, knowing only the parents; then they are drawn, and every drawn
 node stays (`DraftTree.keep` refuses to cut a sampled tree).
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from localspec.constraint import State
 from localspec.heads import Heads
 from localspec.topk import shortlist as largest
 from localspec.tree import ROOT, SHORTLIST, Block, DraftTree, Proposal
@@ -22,7 +23,7 @@ Probs = npt.NDArray[np.float64]
 
 # Where no confidence head says better: how often a first drawn child is accepted, and how much
 # less often each further sibling is.
-_ACCEPTED = 0.6
+ACCEPTED = 0.6
 _SIBLING = 0.4
 # Branch nodes less likely than this do not deserve a reserved place.
 _BRANCH_FLOOR = 0.2
@@ -40,6 +41,7 @@ def sample_tree(
     branch: Sequence[int] = (),
     branch_odds: Sequence[float] = (),
     shortlist: int = SHORTLIST,
+    state: State | None = None,
 ) -> DraftTree:
     """Draw a tree from one block.
 
@@ -56,35 +58,25 @@ def sample_tree(
         branch_odds: per token of `branch` the estimated odds that it is right, given the ones
             before.
         shortlist: candidate tokens per depth.
+        state: where in a grammar the anchor is. What it forbids leaves q before anything is drawn
+            (`branch` must be allowed), so every drawn node is one that can be accepted.
 
     Returns:
         A tree with `proposals`, parents before children, siblings in draw order.
     """
-    token: list[int] = []
-    parent: list[int] = []
-    depth: list[int] = []
-    survival: list[float] = []
-    proposals: dict[int, Proposal] = {}
-
-    def add(t: int, p: int, d: int, s: float) -> int:
-        token.append(t)
-        parent.append(p)
-        depth.append(d)
-        survival.append(s)
-        return len(token) - 1
-
+    drawn = Drawn(most_leaves)
     levels = 0 if block is None else min(block.depth, budget)
     baked = None if block is None or block.baked is None else heads.embed(block.baked)
     # The frontier: nodes of the last level, which of them lies on the branch, states of the head.
     nodes, on_branch = [ROOT], 0
-    state = heads.root_state()
-    leaves_left = most_leaves - 1
+    grammar = None if state is None else [state]
+    memory = heads.root_state()
     for d in range(max(levels, min(len(branch), budget))):
-        left = budget - len(token)
+        left = budget - len(drawn.token)
         if left <= 0 or not nodes:
             break
         has_branch = on_branch >= 0 and d < len(branch)
-        alive = np.array([1.0 if u == ROOT else survival[u] for u in nodes])
+        alive = drawn.alive(nodes)
         grown: list[tuple[int, int]] = []  # (child, frontier index of its parent)
         next_branch = -1
         counts = np.zeros(len(nodes), np.int64)
@@ -92,69 +84,149 @@ def sample_tree(
         ids = np.zeros(0, np.int64)
         if d < levels:
             assert block is not None
-            tokens = np.array([block.anchor if u == ROOT else token[u] for u in nodes])
+            tokens = np.array([block.anchor if u == ROOT else drawn.token[u] for u in nodes])
             hidden = None if block.hidden is None else block.hidden[d]
-            latent, state = heads.latent(tokens, hidden, state)
-            odds = np.full(len(nodes), _ACCEPTED)
+            latent, memory = heads.latent(tokens, hidden, memory)
+            odds = np.full(len(nodes), ACCEPTED)
             if heads.has_confidence and hidden is not None:
                 odds = heads.confidence(tokens, hidden).astype(np.float64)
             kept = 0
             if has_branch:
-                kept = min(left, _worthwhile(alive[on_branch], branch_odds[d:]))
-            share = _share(left - kept, levels - d)
-            counts = _allocate(
-                alive * odds, share, width, leaves_left, on_branch if has_branch else -1
+                kept = min(left, worthwhile(alive[on_branch], branch_odds[d:]))
+            share = share_of(left - kept, levels - d)
+            counts = allocate(
+                alive * odds, share, width, drawn.leaves_left, on_branch if has_branch else -1
             )
             ids = largest(block.logits[d], shortlist)
             shift = latent if baked is None else latent - baked[d]
             z = block.logits[d, ids] + heads.bias(shift, ids)
-            q = np.stack([draft_distribution(row) if n else np.zeros(len(ids))
-                          for row, n in zip(z, counts, strict=True)])  # fmt: skip
+            q = np.stack([
+                constrained(z[i], ids, grammar[i] if grammar else None, draft_distribution)
+                if n else np.zeros(len(ids))
+                for i, n in enumerate(counts)
+            ])  # fmt: skip
         else:
             odds = np.zeros(len(nodes))
         for i, u in enumerate(nodes):
-            fixed = int(has_branch and i == on_branch)
-            probs = q[i]
-            chance = alive[i] * odds[i]
-            if fixed:
-                given = int(branch[d])
-                next_branch = len(grown)
-                grown.append((add(given, u, d + 1, alive[i] * branch_odds[d]), i))
-                chance *= 1 - branch_odds[d]
-                probs = np.where(ids == given, 0.0, probs)
-                if probs.sum() > 0:
-                    probs = probs / probs.sum()
-            drawn = _draw(probs, int(counts[i]), rng)
-            for j, at in enumerate(drawn):
-                grown.append((add(int(ids[at]), u, d + 1, chance * _SIBLING**j), i))
-            if fixed or len(drawn):
-                proposals[u] = Proposal(fixed, ids, probs)
-                leaves_left -= fixed + len(drawn) - 1
+            given = None
+            if has_branch and i == on_branch:
+                given, next_branch = (int(branch[d]), branch_odds[d]), len(grown)
+            children = drawn.grow(u, ids, q[i], int(counts[i]), odds[i], rng, given)
+            grown += [(child, i) for child in children]
         nodes, on_branch = [child for child, _ in grown], next_branch
         if d < levels:
-            state = state[[i for _, i in grown]]
-    return DraftTree(
-        np.array(token, np.int32),
-        np.array(parent, np.int32),
-        np.array(depth, np.int32),
-        np.log(np.maximum(np.array(survival), 1e-30)).astype(np.float32),
-        proposals,
-    )
+            memory = memory[[i for _, i in grown]]
+        if grammar is not None:
+            grammar = [grammar[i].after(drawn.token[child]) for child, i in grown]
+    return drawn.tree()
 
 
-def _worthwhile(alive: float, odds: Sequence[float]) -> int:
+class Drawn:
+    """The nodes of a sampled tree so far, in the order they came.
+
+    Args:
+        most_leaves: most leaves of the tree.
+    """
+
+    def __init__(self, most_leaves: int) -> None:
+        self.token: list[int] = []
+        self.parent: list[int] = []
+        self.leaves_left = most_leaves - 1  # that may still be added
+        self._depth: list[int] = []
+        self._survival: list[float] = []
+        self._proposals: dict[int, Proposal] = {}
+
+    def alive(self, nodes: Sequence[int]) -> Probs:
+        """[P] estimated probability that each of some nodes (or `ROOT`) is accepted."""
+        return np.array([1.0 if u == ROOT else self._survival[u] for u in nodes])
+
+    def grow(
+        self,
+        node: int,
+        ids: npt.NDArray[np.integer],
+        probs: Probs,
+        count: int,
+        odds: float,
+        rng: np.random.Generator,
+        given: tuple[int, float] | None = None,
+    ) -> list[int]:
+        """Add the children of a node: a given one first, then drawn ones.
+
+        Args:
+            node: the parent, or `ROOT`.
+            ids: [C] tokens to draw from.
+            probs: [C] their probabilities q.
+            count: children to draw.
+            odds: estimated odds that the first drawn child is right.
+            rng: source of the draws.
+            given: token and odds of a child that the context gives.
+
+        Returns:
+            The new nodes.
+        """
+        alive = 1.0 if node == ROOT else self._survival[node]
+        chance = alive * odds
+        children = []
+        if given is not None:
+            token, likely = given
+            children.append(self._add(token, node, alive * likely))
+            chance *= 1 - likely
+            probs = np.where(ids == token, 0.0, probs)
+            if probs.sum() > 0:
+                probs = probs / probs.sum()
+        for j, at in enumerate(_draw(probs, count, rng)):
+            children.append(self._add(int(ids[at]), node, chance * _SIBLING**j))
+        if children:
+            self._proposals[node] = Proposal(int(given is not None), ids, probs)
+            self.leaves_left -= len(children) - 1
+        return children
+
+    def _add(self, token: int, parent: int, survival: float) -> int:
+        self.token.append(token)
+        self.parent.append(parent)
+        self._depth.append(1 if parent == ROOT else self._depth[parent] + 1)
+        self._survival.append(survival)
+        return len(self.token) - 1
+
+    def tree(self) -> DraftTree:
+        """All of them."""
+        return DraftTree(
+            np.array(self.token, np.int32),
+            np.array(self.parent, np.int32),
+            np.array(self._depth, np.int32),
+            np.log(np.maximum(np.array(self._survival), 1e-30)).astype(np.float32),
+            self._proposals,
+        )
+
+
+def constrained(
+    logits: Floats,
+    ids: npt.NDArray[np.integer],
+    state: State | None,
+    draft_distribution: Callable[[Floats], Probs],
+) -> Probs:
+    """[C] probabilities q of candidates; those that a grammar forbids have none."""
+    if state is None:
+        return draft_distribution(logits)
+    allowed = state.allows(ids)
+    if not allowed.any():
+        return np.zeros(len(ids))
+    return draft_distribution(np.where(allowed, logits, np.float32(-np.inf)))
+
+
+def worthwhile(alive: float, odds: Sequence[float]) -> int:
     """Nodes to reserve for a branch: known from the context alone, so nothing is peeked at."""
     chances = alive * np.cumprod(odds)
     return max(1, int((chances >= _BRANCH_FLOOR).sum()))
 
 
-def _share(left: int, levels: int) -> int:
+def share_of(left: int, levels: int) -> int:
     """Nodes for the next of `levels` levels: geometrically fewer the deeper they are."""
     decay = 0.75
     return max(1, round(left * (1 - decay) / (1 - decay**levels))) if left > 0 else 0
 
 
-def _allocate(
+def allocate(
     worth: Probs, share: int, width: int, leaves_left: int, branch_parent: int
 ) -> npt.NDArray[np.int64]:
     """How many children to draw for each parent, knowing nothing of the children.

@@ -1,7 +1,8 @@
 """From logits to the distribution that the user's settings define.
 
 The order is llama.cpp's: penalties, top-k, top-p, min-p, temperature. Truncation therefore sees
-the distribution at temperature 1, and the temperature reshapes what is left.
+the distribution at temperature 1, and the temperature reshapes what is left. A grammar comes
+before all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from localspec.constraint import State, best, restrict, walk
 from localspec.errors import LocalspecError
 from localspec.topk import shortlist
 
@@ -122,7 +124,10 @@ def penalize(logits: Floats, params: SamplingParams, history: Sequence[int]) -> 
 
 
 def target_distribution(
-    logits: Floats, params: SamplingParams, history: Sequence[int] = ()
+    logits: Floats,
+    params: SamplingParams,
+    history: Sequence[int] = (),
+    state: State | None = None,
 ) -> npt.NDArray[np.float64]:
     """The distribution p of the next token.
 
@@ -130,6 +135,7 @@ def target_distribution(
         logits: [V] raw logits of the target.
         params: the user's settings.
         history: tokens before, prompt included (for penalties).
+        state: where in a grammar the text is; what that forbids has no probability.
 
     Returns:
         [V] float64 probabilities; one-hot when the temperature is 0.
@@ -137,8 +143,10 @@ def target_distribution(
     z = penalize(logits, params, history)
     out = np.zeros(len(z), np.float64)
     if params.temperature == 0:
-        out[int(z.argmax())] = 1.0
+        out[int(z.argmax()) if state is None else best(z, state)] = 1.0
         return out
+    if state is not None:
+        z = restrict(z, state, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
     kept, values = _truncate(z, params)
     # float64: the sum over a large vocabulary must not lose the tail.
     # A smaller temperature would overflow, and acts the same.
@@ -202,10 +210,16 @@ class Sampler:
     Args:
         params: the settings.
         history: the prompt's tokens.
+        state: where in a grammar the answer begins; None without one.
     """
 
-    def __init__(self, params: SamplingParams, history: Sequence[int]) -> None:
-        self.params = params
+    def __init__(
+        self,
+        params: SamplingParams,
+        history: Sequence[int],
+        state: State | None = None,
+    ) -> None:
+        self.params, self.state = params, state
         self._draft_params = replace(
             params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
         )
@@ -224,22 +238,29 @@ class Sampler:
         """
         p = self.params
         history = [*self.history, *path] if p.has_penalties else ()
+        state = self._state(path)
         if p.temperature == 0:
-            return int(penalize(logits, p, history).argmax())
+            z = penalize(logits, p, history)
+            return int(z.argmax()) if state is None else best(z, state)
         while len(self._uniforms) <= len(path):
             self._uniforms.append(float(self._rng.random()))
-        return draw(target_distribution(logits, p, history), self._uniforms[len(path)])
+        return draw(target_distribution(logits, p, history, state), self._uniforms[len(path)])
 
     def distribution(self, logits: Floats, path: Sequence[int] = ()) -> npt.NDArray[np.float64]:
         """[V] the target's distribution after the history and then `path`."""
         history = [*self.history, *path] if self.params.has_penalties else ()
-        return target_distribution(logits, self.params, history)
+        return target_distribution(logits, self.params, history, self._state(path))
 
     def draft_distribution(self, logits: Floats) -> npt.NDArray[np.float64]:
         """[C] the drafter's distribution over candidates: the user's settings, no penalties."""
         return target_distribution(logits, self._draft_params)
 
+    def _state(self, path: Sequence[int]) -> State | None:
+        return None if self.state is None else walk(self.state, path)
+
     def commit(self, tokens: Sequence[int]) -> None:
         """Tell the sampler what was committed."""
         self.history.extend(tokens)
+        if self.state is not None:
+            self.state = walk(self.state, tokens).detach()
         del self._uniforms[: len(tokens)]

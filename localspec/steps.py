@@ -57,11 +57,33 @@ class Prefill:
         tokens: its length.
         processed: tokens that had to be evaluated; the others were in the KV cache already.
         seconds: how long that took.
+        reused: tokens that did not have to be evaluated.
+        restored: how many of those came out of the prefix cache.
     """
 
     tokens: int
     processed: int
     seconds: float
+    reused: int = 0
+    restored: int = 0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a generated token was, and what else was.
+
+    Natural logarithms of the target's own distribution: softmax of its logits, before penalties,
+    truncation, temperature and grammar.
+
+    Attributes:
+        token_id: the token.
+        logprob: its own.
+        top: (token id, logprob) of the most likely tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +96,7 @@ class Step:
         round: the round behind it; None for the first token, which comes from the prefill.
         prefill: the prefill, with the first step only.
         finish_reason: "stop", "length" or "cancelled" with the last step; None before.
+        logprobs: one per token of `token_ids`, when asked for; else empty.
     """
 
     text: str
@@ -81,6 +104,7 @@ class Step:
     round: Round | None = None
     prefill: Prefill | None = None
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass
@@ -93,9 +117,12 @@ class Result:
         rounds: every round.
         prompt_tokens: length of the prompt.
         processed_tokens: prompt tokens that were evaluated (not found in the KV cache).
+        reused_tokens: prompt tokens that did not have to be evaluated.
+        restored_tokens: how many of those came out of the prefix cache.
         prefill_seconds: time to the first token.
         finish_reason: "stop" (end token or stop string), "length" or "cancelled" (also when the
             generator was closed before its last step).
+        logprobs: one per token, when asked for; else empty.
     """
 
     text: str = ""
@@ -105,17 +132,23 @@ class Result:
     processed_tokens: int = 0
     prefill_seconds: float = 0.0
     finish_reason: str = "cancelled"
+    reused_tokens: int = 0
+    restored_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
         """Take in the next step."""
         self.text += step.text
         self.token_ids.extend(step.token_ids)
+        self.logprobs.extend(step.logprobs)
         if step.round is not None:
             self.rounds.append(step.round)
         if step.prefill is not None:
             self.prompt_tokens = step.prefill.tokens
             self.processed_tokens = step.prefill.processed
             self.prefill_seconds = step.prefill.seconds
+            self.reused_tokens = step.prefill.reused
+            self.restored_tokens = step.prefill.restored
         if step.finish_reason is not None:
             self.finish_reason = step.finish_reason
 

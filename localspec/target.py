@@ -29,7 +29,14 @@ class Target:
         self.context = context
         self.layers = context.options.layer_inputs
         self.n_past = 0
+        # Recurrent: the memory can go back to this position, not further.
+        self._floor = 0
         self._tree: DraftTree | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether a saved state is good for going on from its end only."""
+        return self.context.model.recurrent
 
     @property
     def max_leaves(self) -> int:
@@ -49,6 +56,7 @@ class Target:
             outputs = np.zeros(len(chunk), bool)
             outputs[-1] = at + len(chunk) == len(tokens)
             start = self.n_past
+            self._set_floor(start, len(chunk))
             self.context.decode(chunk, np.arange(start, start + len(chunk)), outputs=outputs)
             self.n_past += len(chunk)
             yield start, len(chunk)
@@ -72,6 +80,7 @@ class Target:
         positions = np.concatenate([[p], p + tree.depth])
         sequences = None if n_leaves == 1 else [range(n_leaves), *ids]
         self._tree = tree
+        self._set_floor(p, len(tokens))
         self.context.decode(tokens, positions, outputs=True, sequences=sequences)
         return self.context.logits()
 
@@ -113,6 +122,19 @@ class Target:
         if len(tree.leaves) > 1:
             self.context.seq_keep(0)
         self.n_past, self._tree = end, None
+        if self.exact and len(tree) > len(path):
+            self._floor = end  # it goes back once per pass
+
+    def _set_floor(self, start: int, n: int) -> None:
+        """Before a pass: recurrent memories keep the states after each of its tokens, if any."""
+        if self.exact:
+            self._floor = start + n - min(n - 1, self.context.rollback)
+
+    def cut_point(self, n: int) -> int:
+        """How many of the first `n` tokens it could go on from: `n`, or none when this memory
+        cannot forget the rest."""
+        n = min(n, self.n_past)
+        return n if n >= self._floor else 0
 
     def cut(self, n: int) -> int:
         """Forget everything from position `n` on, and every unfinished tree.
@@ -121,11 +143,28 @@ class Target:
             The number of tokens kept: `n`, or 0 when this memory cannot forget a part.
         """
         self._tree = None
-        n = min(n, self.n_past)
+        n, end = self.cut_point(n), self.n_past
         if self.max_leaves > 1:
             self.context.seq_keep(0)
         if not self.context.seq_remove(0, n):
             self.context.clear()
             n = 0
         self.n_past = n
+        if self.exact and n < end:
+            self._floor = n
         return n
+
+    def save(self) -> npt.NDArray[np.uint8]:
+        """The memory of the committed tokens, in main memory. After `cut`: no tree is open."""
+        return self.context.save_state()
+
+    def restore(self, state: npt.NDArray[np.uint8], n: int) -> None:
+        """Replace everything by the `n` tokens that `save` saw.
+
+        Raises:
+            LocalspecError: llama.cpp cannot; nothing is committed then.
+        """
+        self._tree, self.n_past, self._floor = None, 0, 0
+        self.context.load_state(state)
+        self.n_past = n
+        self._floor = n if self.exact else 0

@@ -28,10 +28,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
+        from localspec.generation_tag import GenerationTag
         from localspec.sandbox import BoundedEnvironment
 
         environment = self._environment = BoundedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
         environment.filters["tojson"] = _to_json
         environment.seal()

@@ -40,13 +40,13 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)[1]]
-        keep = 0 if final else max((_overlap(text, s) for s in self._stop), default=0)
+        keep = 0 if final else max((overlap(text, s) for s in self._stop), default=0)
         cut = len(text) - keep
         self._held = text[cut:]
         return text[:cut]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):

@@ -13,7 +13,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from localspec import constraint
 from localspec.calibration import log_odds_of
+from localspec.constraint import State
 from localspec.errors import LocalspecError
 from localspec.heads import Heads
 from localspec.topk import shortlist as largest
@@ -269,6 +271,7 @@ def build_tree(
     calibrate: Callable[..., Floats] | None = None,
     ask_confidence: bool = False,
     shortlist: int = SHORTLIST,
+    state: State | None = None,
 ) -> DraftTree:
     """Grow a tree from one block: the head is asked once per parent (PCTree).
 
@@ -293,6 +296,7 @@ def build_tree(
         ask_confidence: give `calibrate` a third argument where there is a confidence head: its
             log odds at the parents, [P, 1].
         shortlist: candidate tokens per depth.
+        state: where in a grammar the anchor is; what that forbids is not drafted.
 
     Returns:
         A tree of at most `budget` nodes in level order, siblings in falling order of score.
@@ -302,20 +306,22 @@ def build_tree(
     frontier = min(frontier, budget)
     depths = min(block.depth, budget)  # a tree of N nodes is at most N deep
     in_logits = heads.kind == "none" or (heads.kind == "vanilla" and block.baked is not None)
-    if children == frontier == 1 and in_logits and not confidence and calibrate is None:
+    plain = calibrate is None and state is None
+    if children == frontier == 1 and in_logits and not confidence and plain:
         return _greedy_chain(block.logits[:depths])
     baked = None if block.baked is None else heads.embed(block.baked)
 
     scratch = np.empty(block.logits.shape[1], np.float32)
     tokens = np.array([block.anchor], np.int32)
-    state = heads.root_state()
+    memory = heads.root_state()
     scores = np.zeros(1, np.float32)
     nodes = np.array([ROOT], np.int32)
+    grammar = None if state is None else [state]  # the frontier's states
     levels: list[tuple[Ints, Ints, Floats]] = []
     count = 0
     for d in range(depths):
         hidden = None if block.hidden is None else block.hidden[d]
-        latent, state = heads.latent(tokens, hidden, state)
+        latent, memory = heads.latent(tokens, hidden, memory)
         shift = latent if baked is None else latent - baked[d]
         candidates = largest(block.logits[d], shortlist)
         own = block.logits[d, candidates]
@@ -323,21 +329,32 @@ def build_tree(
         log_pi = z - _log_norm(z, _rest(block.logits[d], own, scratch))
         if confidence and hidden is not None and heads.has_confidence:
             log_pi += confidence * np.log(heads.confidence(tokens, hidden))[:, None]
+        if grammar is not None:
+            log_pi = constraint.forbid(log_pi, candidates, grammar, children)
         at, best = top_k(log_pi, children)
         if calibrate is not None:
+            known = np.isfinite(best)
+            best = np.where(known, best, np.float32(-80.0))
             if ask_confidence and hidden is not None and heads.has_confidence:
                 asked = log_odds_of(heads.confidence(tokens, hidden))[:, None]
                 best = calibrate(d, best, asked)
             else:
                 best = calibrate(d, best)
+            best = np.where(known, best, np.float32(-np.inf))
         flat = (scores[:, None] + best).ravel()
         order = np.argsort(-flat, kind="stable")[:frontier]
+        if grammar is not None:
+            order = order[np.isfinite(flat[order])]
         parents = order // at.shape[1]
         tokens = candidates[at.ravel()[order]].astype(np.int32)
+        if grammar is not None:
+            grammar = [grammar[p].after(int(t)) for p, t in zip(parents, tokens, strict=True)]
         levels.append((tokens, nodes[parents], flat[order]))
-        scores, state = flat[order], state[parents]
+        scores, memory = flat[order], memory[parents]
         nodes = np.arange(count, count + len(tokens), dtype=np.int32)
         count += len(tokens)
+        if not len(tokens):
+            break
         if count >= budget:
             # Scores only fall along a path: nothing deeper can enter the best `budget` any more.
             every = np.concatenate([level[2] for level in levels])

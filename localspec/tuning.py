@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from localspec import places
 from localspec.policy import SIZES
 from localspec.rollout import grow_tree
 from localspec.tree import Block, DraftTree, build_tree
@@ -175,8 +176,6 @@ def cache_file(engine: Engine, files: Sequence[Path], settings: Sequence[object]
     The name is a hash of everything the times depend on: device and build, the files (size,
     time, header), threads and cache settings.
     """
-    import platformdirs
-
     key = hashlib.sha256()
     for part in (_FORMAT, engine.model.system_info(), platform.machine(), *settings):
         key.update(f"{part}\n".encode())
@@ -185,10 +184,7 @@ def cache_file(engine: Engine, files: Sequence[Path], settings: Sequence[object]
         key.update(f"{stat.st_size} {stat.st_mtime_ns}\n".encode())
         with open(file, "rb") as f:
             key.update(f.read(1 << 16))
-    cache = os.environ.get("LOCALSPEC_CACHE") or platformdirs.user_cache_dir(
-        "localspec", appauthor=False
-    )
-    return Path(cache) / "tuning" / f"{key.hexdigest()[:24]}.json"
+    return places.cache_dir() / "tuning" / f"{key.hexdigest()[:24]}.json"
 
 
 def load(path: Path) -> Tuning | None:

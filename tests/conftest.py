@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -82,6 +84,29 @@ def load(
     yield get
     for engine in loaded:
         engine.close()
+
+
+def command(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """`localspec ARGS` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "localspec", *(str(a) for a in args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+
+
+def fails(result: subprocess.CompletedProcess[str], status: int, text: str) -> None:
+    """Fail unless a command ended with this exit status and, for 1, one line of error."""
+    assert result.returncode == status, result
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+    if status == 1:
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
 
 
 def prompt_of(seed: int, length: int | None = None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import PLAIN as PLAIN_DRAFT
-from conftest import prompt_of, same_text
+from conftest import command, fails, prompt_of, same_text
 
 import tiny
 from localspec.bench import html, peer, report, run, suite
@@ -35,6 +36,8 @@ from localspec.errors import LocalspecError
 
 Load = Callable[..., Engine]
 Drafters = Callable[[str], tuple[tiny.TinyModel, Path]]
+
+run_cli = functools.partial(command, "bench")
 
 SPECULATIVE_LOG = """
 0.00.980.168 I encoded   15 tokens in    0.098 seconds, speed:  153.571 t/s
@@ -64,26 +67,6 @@ def write_prompts(path: Path, *conversations: list[str]) -> Path:
 
 def sample(tokens: int, seconds: float, rounds: int = 1, **more: Any) -> Sample:
     return Sample(tokens=tokens, rounds=rounds, seconds=seconds, **more)
-
-
-def run_cli(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "localspec", "bench", *(str(a) for a in args)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
-
-
-def fails(result: subprocess.CompletedProcess[str], status: int, text: str) -> None:
-    assert result.returncode == status, result
-    assert text in result.stderr
-    assert "Traceback" not in result.stderr
-    if status == 1:
-        assert result.stderr.startswith("error: ")
-        assert result.stderr.count("\n") == 1
 
 
 @pytest.fixture

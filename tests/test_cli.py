@@ -12,31 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import command as run
+from conftest import fails
 
 import tiny
 
 Drafters = Callable[[str], tuple[tiny.TinyModel, Path]]
-
-
-def run(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "localspec", *(str(a) for a in args)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
-
-
-def fails(result: subprocess.CompletedProcess[str], status: int, text: str) -> None:
-    assert result.returncode == status, result
-    assert text in result.stderr
-    assert "Traceback" not in result.stderr
-    if status == 1:
-        assert result.stderr.startswith("error: ")
-        assert result.stderr.count("\n") == 1
 
 
 @pytest.fixture(scope="module")

@@ -2,125 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import tiny
+from hub_server import COMMIT, OLDER, running_hub
 from localspec.convert import convert, hub
 from localspec.convert.source import Checkpoint
 from localspec.errors import LocalspecError
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-OLDER = "fedcba9876543210fedcba9876543210fedcba98"
-
-
-class Hub(ThreadingHTTPServer):
-    """repos: id -> {file name: bytes}; `cut`: bytes after which each download breaks off once."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.repos: dict[str, dict[str, bytes]] = {}
-        self.listed: dict[str, list[str]] = {}
-        self.gated: set[str] = set()
-        self.got: list[tuple[str, str | None]] = []
-        self.cut: dict[str, int] = {}
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def publish(self, name: str, folder: Path, *more: str) -> None:
-        files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
-        self.repos[name] = files
-        self.listed[name] = [*files, *more]
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def refuse(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        parts = self.path.split("?")[0].strip("/").split("/")
-        api = parts[:2] == ["api", "models"]
-        name = "/".join(parts[2:4] if api else parts[:2])
-        rest = parts[4:] if api else parts[2:]
-        if name not in self.server.repos:
-            return self.refuse(404, "RepoNotFound")
-        revision = rest[1] if len(rest) > 1 else "main"
-        commit = {"main": COMMIT, COMMIT: COMMIT, "v1": OLDER, OLDER: OLDER}.get(revision)
-        if commit is None:
-            return self.refuse(404, "RevisionNotFound")
-        if api:
-            siblings = [{"rfilename": n} for n in self.server.listed[name]]
-            answer = {"id": name, "sha": commit, "siblings": siblings}
-            return self.answer(json.dumps(answer).encode(), commit, "application/json")
-        if name in self.server.gated:
-            return self.refuse(403, "GatedRepo")
-        file = "/".join(rest[2:])
-        if file not in self.server.repos[name]:
-            return self.refuse(404, "EntryNotFound")
-        return self.answer(self.server.repos[name][file], commit, "application/octet-stream", file)
-
-    def answer(self, data: bytes, commit: str, kind: str, file: str = "") -> None:
-        etag, wanted = hashlib.sha256(data).hexdigest(), self.headers.get("Range")
-        start = int(wanted.split("=")[1].split("-")[0]) if wanted else 0
-        body = data[start:]
-        self.send_response(206 if wanted else 200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        if wanted:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", commit)
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        if file:
-            self.server.got.append((file, wanted))
-        cut = self.server.cut.pop(file, None)
-        self.wfile.write(body[:cut])
-        if cut is not None:
-            self.wfile.flush()
-            self.close_connection = True
-            self.connection.shutdown(2)
-
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    from huggingface_hub import constants
-
-    running = Hub()
-    monkeypatch.setattr(constants, "ENDPOINT", running.url)
-    template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    yield running
-    running.shutdown()
-    running.server_close()
+    yield from running_hub(monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +187,7 @@ def test_what_is_an_id_and_what_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert hub.hub_id("deepseek-ai/dspark_qwen3_8b_block7") == "deepseek-ai/dspark_qwen3_8b_block7"
     assert hub.hub_id("https://huggingface.co/org/name/") == "org/name"
+    assert hub.hub_id("hf.co/org/name") == "org/name"
     for path in (
         "name",
         "./org/name",

@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tiny
 from localspec.errors import LocalspecError
-from localspec.llama import KV_TYPES, Context, ContextOptions, Model, ModelOptions
+from localspec.llama import KV_TYPES, Context, ContextOptions, Model, ModelOptions, cut_long_runs
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +280,36 @@ def test_vocabulary(model):
     assert model.chat_template == tiny.CHAT_TEMPLATE
     assert model.meta("general.name") == "tiny-qwen3" and model.meta("no.such.key") is None
     assert "qwen3" in model.description
+
+
+def test_endless_words_do_not_end_the_process(tiny_target, model, tmp_path):
+    """Most pre-tokenizers are regular expressions of C++, which recurse once per character."""
+    data = tiny_target.gguf.read_bytes()
+    at = data.index(b"gpt-2", data.index(b"tokenizer.ggml.pre"))
+    path = tmp_path / "bloom.gguf"
+    path.write_bytes(data[:at] + b"bloom" + data[at + 5 :])
+    code = """
+    import sys
+    from localspec.llama import Model
+    model = Model(sys.argv[1])
+    for unit in "a", " ", "!", "\\u00a0 ", "a\\u00a0", "\\n":
+        text = f"b {unit * 200_000} c"
+        assert model.text(model.tokenize(text)) == text
+    text = "two words, and\\n" * 300
+    assert model.tokenize(text) == model._tokenized(text, False, True)
+    """
+    done = python(textwrap.dedent(code), path)
+    assert done.returncode == 0, done.stderr
+    long = "x" * 20_000  # llama.cpp has code of its own for GPT-2's words
+    assert model.tokenize(long) == model._tokenized(long, False, True)
+
+
+@given(st.text("ab \u00a0\n!", max_size=60), st.integers(1, 12))
+def test_texts_are_cut_where_runs_are_long(text: str, most: int):
+    parts = cut_long_runs(text, most)
+    assert "".join(parts) == text
+    assert not any(re.search(rf"[^ \n]{{{most + 1}}}|\s{{{most + 1}}}", p) for p in parts)
+    assert len(parts) <= 1 + len(text) // most
 
 
 # ---- closing

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import tiny_archs
+import tiny_eagle
 from conftest import CHAIN, PLAIN, prompt_of
 
 from localspec import estimate, llama, memory, pairs
+from localspec.convert import convert
+from localspec.drafter import INJECT_ROWS, context_cells
 from localspec.engine import Engine
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
@@ -64,6 +67,45 @@ def test_a_drafter_is_counted(tiny_target, tiny_drafter, caplog):
     assert narrow.drafter < pair.drafter and pair.buffers > alone.buffers
     with GgufFile(drafter) as header:
         assert pair.drafter > sum(t.nbytes for t in header.tensors.values())
+
+
+def allocated(caplog: pytest.LogCaptureFixture, *pair: Path | str | None, n_ctx: int) -> float:
+    """Bytes of caches and working buffers that llama.cpp allocates for a pair."""
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "localspec.llama"):
+        Engine.load(*pair, n_ctx=n_ctx, n_threads=1).close()
+    return 2**20 * reported(caplog, "(?:KV|compute)")
+
+
+@pytest.mark.parametrize("kind", ["mtp", "specforge", "deepspec"])
+def test_drafters_that_go_token_by_token_are_counted(kind, tiny_target, tmp_path, caplog):
+    target, drafter, weights = tiny_target.gguf, tmp_path / "drafter.gguf", 0
+    if kind == "mtp":
+        target, drafter = tiny_archs.build_qwen35(tmp_path / "t.gguf"), "mtp"
+    else:
+        layers = (0, 1, 2, 0, 1) if kind == "deepspec" else (0, 1, 2)
+        checkpoint = tiny_eagle.build(tmp_path / kind, tiny_target, packaging=kind, layers=layers)
+        convert(checkpoint, target, drafter, outtype="f32", verify=False)
+        weights = sum(f.stat().st_size for f in tmp_path.glob("drafter*.gguf"))
+    for n_ctx in (512, 4096):
+        least = allocated(caplog, target, drafter, n_ctx=n_ctx)
+        least -= allocated(caplog, target, None, n_ctx=n_ctx)
+        found = estimate(target, drafter, n_ctx=n_ctx, free=LOTS).drafter - weights
+        assert 0.95 * least < found < 1.15 * least + MB
+        assert estimate(target, drafter, n_ctx=n_ctx, drafter_window=16, free=LOTS).drafter <= found
+
+
+def test_a_drafter_keeps_no_more_than_it_was_trained_to_see(tiny_target, tiny_drafter):
+    with GgufFile(tiny_target.gguf) as target, GgufFile(tiny_drafter("vanilla")[1]) as drafter:
+        info = pairs.check_pair(target, drafter)
+        narrow = dataclasses.replace(info, window=128)
+        found = [
+            memory.Needs(target, drafter, i, 512, True, "f16", 4096).at(8192, 0, LOTS).drafter
+            for i in (info, narrow)
+        ]
+    assert context_cells(info, 8192, 4096) - context_cells(narrow, 8192, 4096) == 4096 - 128
+    assert context_cells(narrow, 8192, 64) == 64 + INJECT_ROWS + info.block_size
+    assert found[1] < found[0]
 
 
 def test_the_process_grows_by_what_was_said(tmp_path):

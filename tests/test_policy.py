@@ -325,3 +325,25 @@ def test_switching_the_size_of_passes_has_its_price():
     assert len(auto.choose(branch, 0, drafted=False)) == 0  # 2.3 tokens for 15 + 2 * 4 ms
     auto.last_size = 3
     assert len(auto.choose(branch, 0, drafted=False)) == 2  # for 15 ms: the graph is there
+
+
+def test_probes_get_rarer_where_the_drafter_suffers_more_than_the_target() -> None:
+    """A busy core stretches a pass of many small steps more than the target's."""
+    curve = CostCurve(np.array([1, 8]), np.array([0]), np.array([[0.01, 0.03]]))
+    policy = AutoPolicy(curve, block_seconds=0.002, depths=4)
+    for _ in range(4):
+        policy.observe_block(0.012)
+    assert policy.block_seconds > 0.008
+    for _ in range(8):
+        policy.observe_block(0.002)
+    assert policy.block_seconds < 0.003
+
+
+def test_a_load_that_everything_feels_is_not_counted_against_the_drafter() -> None:
+    curve = CostCurve(np.array([1, 8]), np.array([0]), np.array([[0.01, 0.03]]))
+    policy = AutoPolicy(curve, block_seconds=0.002, depths=4)
+    for _ in range(50):
+        curve.observe(1, 0, 0.03)
+    for _ in range(8):
+        policy.observe_block(0.006)
+    assert policy.block_seconds < 0.0025

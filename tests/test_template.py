@@ -176,6 +176,33 @@ def test_what_real_templates_do_gives_the_same_text_as_plain_jinja():
     assert ChatTemplate(source).render(messages) == expected
 
 
+def test_the_tag_around_answers_changes_nothing():
+    """As LFM2.5 and others have it; transformers' extension for it renders as if it was not there."""
+    marked = (
+        "{% for m in messages %}\n"
+        "{{ '<' + m.role + '>' }}\n"
+        "{% if m.role == 'assistant' %}\n"
+        "  {%- generation -%}\n"
+        "  {{ m.content + '<end>' }}{% set inside = 'kept' %}{{ loop.index }}\n"
+        "  {% endgeneration %}\n"
+        "{% else %}{{ m.content }}\n{% endif %}\n"
+        "{% endfor %}[{{ inside }}]"
+    )
+    messages = [*USER, {"role": "assistant", "content": "hello"}, *USER]
+    bare = marked.replace("{%- generation -%}", "{#- -#}").replace("{% endgeneration %}", "{# #}")
+    text = ChatTemplate(marked).render(messages)
+    assert "hello<end>2" in text
+    assert text == ChatTemplate(bare).render(messages)
+    with pytest.raises(LocalspecError, match="is not valid"):
+        ChatTemplate("{% generation %}no end")
+    with pytest.raises(LocalspecError, match="was stopped"):
+        ChatTemplate(
+            "{% generation %}"
+            + DOUBLING.replace("START", "'xx'").replace("STEP", "ns.x ~ ns.x")
+            + "{% endgeneration %}"
+        ).render(USER)
+
+
 def test_long_conversations_stay_within_the_bounds():
     source = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n'"

@@ -26,7 +26,10 @@ _PAGE = """\
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
   color: #222; background: #fff }
 table { border-collapse: collapse; margin: 0 0 1.5rem }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
+th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd;
+  white-space: nowrap; vertical-align: bottom }
+th { line-height: 1.25 }
+.wide { overflow-x: auto }
 th:first-child, td:first-child { text-align: left }
 h2 { margin-top: 2.5rem }
 .about { color: #555 }
@@ -56,7 +59,8 @@ localspec {{ report.version }}, llama-cpp-python {{ report.system }}</p>
 {% for run, against in section.against %}
 <tr><td>{{ run.prompts }}</td>{% for group in section.groups %}
 <td>{% if group in against %}{{ "%.3f"|format(against[group].ratio) }}
-({{ against[group].name }}){% endif %}</td>{% endfor %}</tr>
+{%- if against[group].name != group %} ({{ against[group].name }}){% endif %}{% endif %}</td>
+{% endfor %}</tr>
 {% endfor %}</table>
 {% endif %}
 {% for run, plots in section.runs %}
@@ -64,19 +68,20 @@ localspec {{ report.version }}, llama-cpp-python {{ report.system }}</p>
 <p class="about">{{ run.answers }} answers{% if run.skipped %}, {{ run.skipped }} left out (too long
 for the context){% endif %}{% if run.peak_memory %}; peak memory
 {{ "{:,.0f}".format(run.peak_memory / 1e6) }} MB{% endif %}</p>
-<table><tr><th>setting</th><th>tokens/s</th><th>x plain</th><th>lowest..highest</th>
-<th>accepted length</th><th>verified/round</th><th>draft, verify, host (ms/round)</th>
-<th>accepted by depth (%)</th></tr>
+<div class="wide"><table><tr><th>setting</th><th>tokens/s</th><th>x plain</th>
+<th>lowest..<br>highest</th><th>accepted<br>length</th><th>verified<br>per round</th>
+<th>draft, verify, host<br>(ms per round)</th><th>accepted by depth (%)</th></tr>
 {% for name, f in run.settings.items() %}
 <tr><td>{{ name }}</td><td>{{ "%.1f"|format(f.tokens_per_second) }}</td>
 <td>{% if f.ratio is not none %}{{ "%.3f"|format(f.ratio) }}{% endif %}</td>
-<td>{% if f.ratio_range %}{{ "%.2f..%.2f"|format(*f.ratio_range) }}{% endif %}</td>
+<td>{% if f.ratio_range and name != "plain" %}
+{{ "%.2f..%.2f"|format(*f.ratio_range) }}{% endif %}</td>
 <td>{{ "%.2f"|format(f.accepted_length) }}</td>
 <td>{{ "%.1f"|format(f.verified_per_round) }}</td>
 <td>{% if f.milliseconds_per_round %}
 {{ "%.2f, %.2f, %.2f"|format(*f.milliseconds_per_round.values()) }}{% endif %}</td>
 <td>{{ depths(f.acceptance_by_depth) }}</td></tr>
-{% endfor %}</table>
+{% endfor %}</table></div>
 {{ plots }}
 {% endfor %}
 {% endfor %}
@@ -178,7 +183,8 @@ def _depths(ax: Axes, run: Run) -> None:
     for i, (name, f) in enumerate(run.settings.items()):
         if f.acceptance_by_depth:
             rates = [float("nan") if r is None else 100 * r for r in f.acceptance_by_depth]
-            ax.plot(range(1, len(rates) + 1), rates, f"C{i % 10}o-", markersize=3, label=name)
+            ax.plot(range(1, len(rates) + 1), rates, f"C{i % 10}o-", markersize=3, label=name,
+                    clip_on=False)  # fmt: skip
             deepest = max(deepest, len(rates))
     ax.set_ylim(0, 100)
     ax.set_xlim(0.5, deepest + 0.5)
@@ -195,9 +201,10 @@ def _parts(ax: Axes, run: Run) -> None:
         if f.milliseconds_per_round and f.accepted_length
     }
     left = [0.0] * len(parts)
-    for what in ("draft", "verify", "host"):
+    # Other colours than those of the settings above.
+    for what, colour in (("draft", "#7f8fa6"), ("verify", "#40739e"), ("host", "#c8d0da")):
         values = [p[what] for p in parts.values()]
-        ax.barh(range(len(parts)), values, left=left, label=what)
+        ax.barh(range(len(parts)), values, left=left, label=what, color=colour)
         left = [a + b for a, b in zip(left, values, strict=True)]
     ax.set_yticks(range(len(parts)), list(parts))
     ax.invert_yaxis()

@@ -16,8 +16,13 @@ _COMMANDS = {
     "calibrate": "localspec.cli.calibrate:calibrate",
     "chat": "localspec.cli.chat:chat",
     "convert": "localspec.cli.convert:convert",
+    "doctor": "localspec.cli.doctor:doctor",
     "generate": "localspec.cli.generate:generate",
     "inspect": "localspec.cli.inspect:inspect",
+    "models": "localspec.cli.models:models",
+    "pull": "localspec.cli.pull:pull",
+    "serve": "localspec.cli.serve:serve",
+    "train": "localspec.cli.train:train",
     "tune": "localspec.cli.tune:tune",
 }
 
@@ -43,8 +48,8 @@ class _LazyGroup(click.Group):
 def cli() -> None:
     """Fast local LLM inference for one person on one machine.
 
-    Runs GGUF models through llama.cpp and speeds them up with DSpark drafters. Without -m every
-    command uses the default pair: SmolLM2-135M-Instruct and the drafter that ships with localspec.
+    Runs GGUF models through llama.cpp and speeds them up with drafters. Where no model is named,
+    the default pair is used: SmolLM2-135M-Instruct and the drafter that ships with localspec.
     """
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localspec.cli.options import loaded_engine, model_options
+from localspec.cli.options import loaded_engine, model_argument, model_options
 
 if TYPE_CHECKING:
     from localspec.calibration import Records, Report
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@model_argument
 @model_options
 @click.option(
     "--prompts",

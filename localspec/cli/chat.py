@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localspec.cli.options import (
+    cache_options,
     draft_options,
     drafting,
     load_engine,
+    model_argument,
     model_options,
     prepare,
     sampling_options,
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@model_argument
 @model_options
+@cache_options
 @click.option("--system", help="System message.")
 @click.option("-n", "--max-tokens", type=click.IntRange(min=1), metavar="N",
               help="Most tokens per answer.")  # fmt: skip

@@ -26,8 +26,10 @@ OUTTYPES = (
 @click.argument("source")
 @click.option(
     "--target",
-    type=click.Path(path_type=Path),
-    help="GGUF of the model the drafter was trained for. Default: the default pair's target.",
+    "target_name",
+    metavar="MODEL",
+    help="The model the drafter was trained for: GGUF, name or hub id. Default: the default pair's "
+    "target.",
 )
 @click.option(
     "-o",
@@ -56,7 +58,7 @@ OUTTYPES = (
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def convert(
     source: str,
-    target: Path | None,
+    target_name: str | None,
     output: Path | None,
     outtype: str,
     standalone: bool,
@@ -74,12 +76,12 @@ def convert(
     A drafter that is a GGUF already is checked against the target, and copied with -o.
     """
     from localspec import pairs
+    from localspec.cli.options import finder
     from localspec.convert import convert as run
     from localspec.convert import hub, ready, resolve_outtype
     from localspec.convert.verify import available
 
-    if target is None:
-        target = pairs.default_target()
+    target = pairs.default_target() if target_name is None else finder().target(target_name)
     name = (hub.hub_id(source) or source).rstrip("/")
     checkpoint = hub.resolve(source, revision, lambda line: click.echo(line, err=True))
     if ready.is_gguf(checkpoint):
@@ -99,7 +101,7 @@ def convert(
     for path in (output, pairs.heads_path(output)):
         if path.is_file() and not force:
             raise LocalspecError(f"{path} exists; use --force to replace it, or another output")
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         result = run(
             checkpoint,
             target,
@@ -144,7 +146,7 @@ def _print_report(report: Report) -> None:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress | None]:
+def progress_bar() -> Iterator[Progress | None]:
     """A bar on stderr with tensors and bytes; None when stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn

@@ -16,23 +16,25 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.argument("other", metavar="[FILE2]", required=False, type=click.Path(path_type=Path))
+@click.argument("file")
+@click.argument("other", metavar="[FILE2]", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
-def inspect(file: Path, other: Path | None, as_json: bool) -> None:
+def inspect(file: str, other: str | None, as_json: bool) -> None:
     """Say what a GGUF FILE is: a target, a drafter, or a drafter's heads.
 
     With two files, a target and a drafter in either order, also say whether they fit together:
-    exit status 0 when they do, 1 with the reason when they do not.
+    exit status 0 when they do, 1 with the reason when they do not. A name of `localspec models`,
+    or a model on the hub, stands for its GGUF.
     """
+    from localspec.cli.options import finder
     from localspec.ggufio import GgufFile
 
-    with GgufFile(file) as first:
+    with GgufFile(finder().target(file)) as first:
         if other is None:
             description = describe(first)
             click.echo(json.dumps(description, indent=2) if as_json else in_words(description))
             return
-        with GgufFile(other) as second:
+        with GgufFile(finder().target(other)) as second:
             descriptions = [describe(first), describe(second)]
             reason = misfit(first, second)
     if as_json:

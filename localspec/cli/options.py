@@ -14,6 +14,7 @@ import click
 if TYPE_CHECKING:
     from localspec.drafting import DraftOptions
     from localspec.engine import Engine
+    from localspec.finding import Finder
     from localspec.sampling import SamplingParams
     from localspec.tuning import Tuning
 
@@ -32,10 +33,12 @@ def _stack(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 model_options = _stack(
-    click.option("-m", "--model", metavar="FILE",
-                 help="GGUF of the target (left out: the default pair)."),
-    click.option("-d", "--drafter", metavar="FILE", help="GGUF of a drafter for it; "
-                 "'mtp': the target's own multi-token prediction layers."),
+    click.option("-m", "--model", metavar="MODEL",
+                 help="The target: a GGUF file, a name of `localspec models`, or a model on the "
+                 "hub, e.g. owner/name:Q4_K_M (left out: the default pair)."),
+    click.option("-d", "--drafter", metavar="DRAFTER",
+                 help="A drafter for it: a GGUF file, owner/name on the hub, or what `localspec "
+                 "models` lists; 'mtp': the target's own multi-token prediction layers; 'none'."),
     click.option("--n-ctx", default=4096, show_default=True, metavar="N",
                  help="Context length in tokens; 0 takes the model's own."),
     click.option("--threads", default=0, metavar="N",
@@ -47,8 +50,18 @@ model_options = _stack(
     click.option("--kv-type", type=click.Choice(KV_TYPES), default="f16", show_default=True,
                  help="Element type of the KV cache."),
     click.option("--no-mmap", is_flag=True, help="Read the files instead of mapping them."),
+    click.option("--rpc", default="", metavar="HOST:PORT,...",
+                 help="Spread the target over llama.cpp's RPC workers."),
     click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log."),
 )  # fmt: skip
+
+cache_options = _stack(
+    click.option("--prefix-cache", default="auto", show_default=True, metavar="SIZE",
+                 help="Most memory for earlier conversations, e.g. 256M; 0: none; auto: up to 1G."),
+)  # fmt: skip
+
+# The same as -m, for commands that take nothing else by position.
+model_argument = click.argument("name", required=False, metavar="[MODEL]")
 
 sampling_options = _stack(
     click.option("--temp", default=0.0, show_default=True, metavar="T",
@@ -155,20 +168,40 @@ def loaded_engine(options: dict[str, Any]) -> Iterator[Engine]:
         yield engine
 
 
-def target_and_drafter(options: dict[str, Any]) -> tuple[str | Path, str | Path | None]:
-    """The files that `model_options` name (taken out), or the default pair."""
-    from localspec import pairs
+def target_and_drafter(options: dict[str, Any]) -> tuple[Path, str | Path | None]:
+    """The files that `model_options` name (taken out), or the default pair.
 
-    target, drafter = options.pop("model"), options.pop("drafter")
-    if target is None:
-        default_target, default_drafter = pairs.default_pair()
-        target = default_target
-        drafter = drafter if drafter is not None else default_drafter
-    return target, drafter
+    They are downloaded, and drafters converted, where they are not here yet.
+    """
+    name, target = options.pop("name", None), options.pop("model")
+    if name is not None and target is not None:
+        raise click.UsageError("the model is named twice, by position and with -m; leave one out")
+    return finder().files(name if name is not None else target, options.pop("drafter"))
+
+
+def finder(*, update: bool = False, verify: bool = False) -> Finder:
+    """What finds files by names, telling on stderr what takes a while."""
+    from localspec.cli.convert import progress_bar
+    from localspec.finding import Finder
+
+    def say(line: str) -> None:
+        quiet_downloads()
+        click.echo(line, err=True)
+
+    return Finder(say, progress_bar, update=update, verify=verify)
+
+
+def quiet_downloads() -> None:
+    """No progress bars in logs."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        from huggingface_hub import utils
+
+        utils.disable_progress_bars()  # type: ignore[attr-defined]
 
 
 def load_engine(target: str | Path, drafter: str | Path | None, options: dict[str, Any]) -> Engine:
-    """An engine with the other options of `model_options` (which are taken out)."""
+    """An engine with the other options of `model_options`, and those of `cache_options` where a
+    command has them (all taken out)."""
     from localspec.engine import Engine
 
     if options.pop("verbose"):
@@ -183,6 +216,8 @@ def load_engine(target: str | Path, drafter: str | Path | None, options: dict[st
         flash_attn=flash,
         kv_type=options.pop("kv_type"),
         use_mmap=not options.pop("no_mmap"),
+        prefix_cache=options.pop("prefix_cache", 0),
+        rpc=options.pop("rpc"),
     )
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import click
 
-from localspec.cli.options import loaded_engine, measure, model_options
+from localspec.cli.options import loaded_engine, measure, model_argument, model_options
 
 
 @click.command()
+@model_argument
 @model_options
 def tune(**options: Any) -> None:
     """Measure what verification costs on this machine.

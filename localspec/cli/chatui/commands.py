@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from localspec.cli.chatui import settings
 from localspec.cli.chatui.compare import compare
 from localspec.cli.chatui.session import Session, Steps
 from localspec.cli.chatui.stats import details
+from localspec.cli.options import finder
 from localspec.errors import LocalspecError
 
 Progress = Callable[[str], None]
@@ -85,9 +87,9 @@ def _model(session: Session, argument: str, _progress: Progress) -> Outcome:
     files = _words(argument)
     if len(files) > 2:
         raise LocalspecError("/model takes a target and perhaps a drafter; quote names with spaces")
-    paths = [Path(f).expanduser() for f in files]
-    session.switch(paths[0], paths[1] if len(paths) > 1 else None)
-    return Outcome(f"{paths[0].name} goes on with this conversation", dim=True)
+    target, drafter = finder().files(*(os.path.expanduser(f) for f in files))
+    session.switch(target, drafter)
+    return Outcome(f"{target.name} goes on with this conversation", dim=True)
 
 
 def _system(session: Session, argument: str, _progress: Progress) -> Outcome:

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+from localspec import finding
 from localspec.chat import Chat
 from localspec.cli.chatui.reasoning import take_apart, template_opens
 from localspec.cli.chatui.view import Show
 from localspec.drafting import DraftOptions
 from localspec.engine import Engine
 from localspec.errors import LocalspecError
-from localspec.ggufio import GgufFile
 from localspec.sampling import SamplingParams
 from localspec.steps import Step
 
@@ -84,7 +84,8 @@ class Session:
         Raises:
             LocalspecError: it cannot be loaded. The old one is back then.
         """
-        _check(target, drafter)
+        # While the old model is still there: what the headers already tell.
+        finding.Files(Path(target), drafter).check()
         old = self.chat
         old.engine.close()
         try:
@@ -115,14 +116,3 @@ class Session:
     def close(self) -> None:
         """Free the engine."""
         self.engine.close()
-
-
-def _check(target: str | Path, drafter: str | Path | None) -> None:
-    """Refuse what the headers of the files already tell, while the old model is still there."""
-    from localspec import pairs
-
-    with GgufFile(target) as header:
-        pairs.check_target(header)
-        if drafter is not None:
-            with GgufFile(drafter) as other:
-                pairs.check_pair(header, other)
