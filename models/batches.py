@@ -38,7 +38,7 @@ class Example:
 def split(entries: Sequence[Entry], held_out: int, seed: int) -> tuple[list[Entry], list[Entry]]:
     """(training, held-out) conversations. `held_out`: how many, at most a tenth of all.
 
-    A conversation's side follows from its index, so that more text does not move it.
+    A conversation's side follows from its index alone, so that it is the same in every start.
     """
     share = min(0.1, held_out / max(1, len(entries)))
     kept: tuple[list[Entry], list[Entry]] = ([], [])
@@ -59,7 +59,7 @@ def chosen(entries: Sequence[Entry], step: int, size: int, seed: int) -> list[En
 
 
 def anchors_of(entry: Entry, depths: int, most: int, rng: np.random.Generator | None) -> Ints:
-    """Positions to draft from: from the answer's last prompt token on, with D tokens to follow.
+    """Positions to draft from: from the answer's first token on, with D tokens to follow.
 
     All of them without `rng`, else at most `most`, drawn without replacement, in order.
     """

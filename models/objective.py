@@ -32,8 +32,6 @@ class Weights:
     tv: float = 0.9
     confidence: float = 1.0
     gamma: float = 4.0
-    kl: float = 0.0
-    state: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ def block_losses(
     target_log_probs: Tensor,
     labels: Tensor,
     weights: Weights,
-    states: tuple[Tensor, Tensor] | None = None,
 ) -> Losses:
     """The losses of A blocks.
 
@@ -98,12 +95,6 @@ def block_losses(
         )
         conf = (w * rows).sum() / anchors
     total = weights.ce * ce + weights.tv * tv + weights.confidence * conf
-    if weights.kl:
-        total = total - weights.kl * (w * (target_log_probs.exp() * log_q).sum(-1)).sum() / anchors
-    if weights.state and states is not None:
-        ours, theirs = states
-        off = F.smooth_l1_loss(ours.float(), theirs.float(), reduction="none").mean(-1)
-        total = total + weights.state * (w * off).sum() / anchors
     with torch.no_grad():
         agreed = ((log_q.argmax(-1) == labels) & known).float()
         prefix = agreed.cumprod(-1).sum(-1).mean()

@@ -119,9 +119,7 @@ class Trainer:
             reachable = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0].isfinite()
             labels = torch.where(reachable, labels, -1)
         target = (needed.float() - example.log_norm[:, None])[at]
-        return block_losses(
-            logits, confidence, target, labels, self.recipe.weights, (hidden, example.hidden[at])
-        )
+        return block_losses(logits, confidence, target, labels, self.recipe.weights)
 
     def step(self, examples: Iterable[Example], progress: float) -> Losses | None:
         """One optimiser step over some conversations; None when no anchor was among them.

@@ -31,6 +31,7 @@ from localspec.calibration import (
 from localspec.cli import cli
 from localspec.engine import DraftOptions, Engine
 from localspec.errors import LocalspecError
+from localspec.ggufio import GgufFile
 from localspec.policy import Survival
 from localspec.tree import ROOT, build_tree
 
@@ -364,7 +365,9 @@ def test_the_default_drafter_ships_with_its_calibration():
     path = calibration_file.side_file(drafter)
     if not drafter.exists():
         pytest.skip("the default drafter is not here")
-    table = calibration_file.read(path, drafter, 7)
+    with GgufFile(drafter) as file:
+        depths = pairs.read_drafter(file).max_depth
+    table = calibration_file.read(path, drafter, depths)
     assert table.sound
     report = json.loads(path.read_text("utf-8"))["report"]
     assert max(report["after"]) <= 0.02

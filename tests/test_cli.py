@@ -127,9 +127,11 @@ def test_an_interrupt_at_any_time_gives_no_traceback(pair: tuple[Path, Path], de
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode in (0, 130, -signal.SIGINT), err
-    # Only the interpreter's start may show one, up to the import of the package itself.
-    assert "Traceback" not in err or "localspec/_entry.py" not in err
+    # Only the interpreter's start may show one, up to the import of the package itself: on a busy
+    # machine that is where the first signals land.
+    starting = "Traceback" in err and "localspec/_entry.py" not in err
+    assert starting or process.returncode in (0, 130, -signal.SIGINT), err
+    assert starting or "Traceback" not in err
 
 
 def test_usage_errors_exit_with_2(pair: tuple[Path, Path]):

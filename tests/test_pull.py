@@ -498,17 +498,17 @@ def test_in_a_process_of_its_own(published, tmp_path):
     }
     base = [sys.executable, "-m", "localspec"]
     names = [f"{GGUFS}:Q8_0", "-d", DRAFTER]
-    done = subprocess.run([*base, "pull", *names], env=env, capture_output=True, text=True)
+    # Elsewhere: from the repository its top-level folder would be imported, without convert/.
+    here = {"env": env, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([*base, "pull", *names], **here)
     assert done.returncode == 0, done.stderr
     assert f"localspec chat {GGUFS}:Q8_0 -d {DRAFTER}" in done.stdout
     assert "\r" not in done.stderr  # no progress bars in a log
     published.shutdown()
     published.server_close()
     more = ["--raw", "-p", "abc", "-n", "3", "--threads", "1", "--n-ctx", "64", "--policy", "fixed"]
-    done = subprocess.run(
-        [*base, "generate", *names, *more], env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([*base, "generate", *names, *more], **here)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
-    done = subprocess.run([*base, "pull", "org/x"], env=env, capture_output=True, text=True)
+    done = subprocess.run([*base, "pull", "org/x"], **here)
     assert done.returncode == 1 and "cannot be reached" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -319,6 +320,7 @@ def command(*arguments: object) -> subprocess.Popen[str]:
         [sys.executable, "-m", "localspec", "train", *map(str, arguments)],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tempfile.gettempdir(),  # the repository's own folder has no convert/ and models/ in it
     )  # fmt: skip
 
 
