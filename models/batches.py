@@ -50,12 +50,12 @@ def split(entries: Sequence[Entry], held_out: int, seed: int) -> tuple[list[Entr
 
 def chosen(entries: Sequence[Entry], step: int, size: int, seed: int) -> list[Entry]:
     """The conversations of one step: a new shuffle of all of them every epoch."""
-    out = []
-    for i in range(step * size, (step + 1) * size):
-        epoch, at = divmod(i, len(entries))
-        order = np.random.default_rng([seed, epoch, 2]).permutation(len(entries))
-        out.append(entries[order[at]])
-    return out
+    at = np.arange(step * size, (step + 1) * size)
+    orders = {
+        epoch: np.random.default_rng([seed, epoch, 2]).permutation(len(entries))
+        for epoch in np.unique(at // len(entries)).tolist()
+    }
+    return [entries[orders[i // len(entries)][i % len(entries)]] for i in at.tolist()]
 
 
 def anchors_of(entry: Entry, depths: int, most: int, rng: np.random.Generator | None) -> Ints:

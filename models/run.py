@@ -64,13 +64,13 @@ def train(
     with GgufFile(file) as header:
         shape.check_trainable(header)
         given = _init_config(chosen, header)
-        _check_out(out)
         if chosen.prompts is not None:
             prompting.read(Path(chosen.prompts))  # before anything takes long
         elif "tokenizer.chat_template" not in header.metadata:
             raise prompting.no_template(file.name)
         config = given or shape.drafter_config(header, chosen.shape)
-        _check_disk(out, chosen, config)
+        _check_budget(chosen, config)
+        _check_out(out)
         from localspec.models.learning import device_of  # torch takes seconds to import
 
         device_of(chosen.device)
@@ -121,21 +121,21 @@ def _check_out(out: Path) -> None:
         raise LocalspecError(
             f"{out} cannot be written ({e.strerror or e}); choose another directory with -o"
         ) from e
+    free = shutil.disk_usage(out).free
+    if free < _FREE:
+        raise LocalspecError(
+            f"only {free / 1e6:.0f} MB are free in {out}; a run needs {_FREE / 1e6:.0f} MB beside "
+            "its features: free some, or choose another directory with -o"
+        )
 
 
-def _check_disk(out: Path, chosen: Settings, config: DrafterConfig) -> None:
+def _check_budget(chosen: Settings, config: DrafterConfig) -> None:
     row = 2 * (config.num_features + config.hidden_size) + 4
     least = writing.SHARD * chosen.longest * row
     if chosen.disk < least:
         raise LocalspecError(
             f"a disk budget of {chosen.disk / 1e6:.0f} MB holds no features of this target; give "
             f"--disk at least {-(-least // 1000000)}M"
-        )
-    free = shutil.disk_usage(out).free
-    if free < _FREE:
-        raise LocalspecError(
-            f"only {free / 1e6:.0f} MB are free in {out}; a run needs {_FREE / 1e6:.0f} MB beside "
-            "its features: free some, or choose another directory with -o"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,40 +133,36 @@ class Store:
 
     def tokens(self, entries: Sequence[Entry]) -> list[Ints]:
         """The tokens of each."""
-        return [row.astype(np.int32) for row in self._rows(_TEXT, "tokens", entries)]
+        return [self._read(_TEXT, entry, "tokens")[0].astype(np.int32) for entry in entries]
 
     def rows(self, entries: Sequence[Entry], evaluate: Callable[[Ints], Rows]) -> list[Rows]:
         """(features, hidden, log_norm) of each, from disk or else from `evaluate(tokens)`."""
         found: list[Rows] = []
         for entry in entries:
             if self._file(_FEATURES, entry.shard).exists():
-                names = ("features", "hidden", "log_norm")
-                a, b, c = (next(self._rows(_FEATURES, name, [entry])) for name in names)
+                a, b, c = self._read(_FEATURES, entry, "features", "hidden", "log_norm")
                 found.append((a, b, c))
             else:
                 found.append(evaluate(self.tokens([entry])[0]))
         return found
 
-    def _rows(self, kind: str, name: str, entries: Sequence[Entry]) -> Iterator[npt.NDArray[Any]]:
-        for entry in entries:
-            file = self._file(kind, entry.shard)
-            try:
-                with safe_open(file, "numpy") as opened:
-                    rows = opened.get_slice(name)[entry.start : entry.start + entry.n_tokens]
-            except (OSError, SafetensorError) as error:
-                raise _damaged(file) from error
-            if len(rows) != entry.n_tokens:
-                raise _damaged(file)
-            yield rows
+    def _read(self, kind: str, entry: Entry, *names: str) -> list[npt.NDArray[Any]]:
+        file = self._file(kind, entry.shard)
+        rows = _read(file, names, slice(entry.start, entry.start + entry.n_tokens))
+        if any(len(row) != entry.n_tokens for row in rows.values()):
+            raise _damaged(file)
+        return list(rows.values())
 
     def _file(self, kind: str, shard: int) -> Path:
         return self.path / kind / f"{shard:06}.safetensors"
 
 
-def _read(file: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+def _read(
+    file: Path, names: Sequence[str], span: slice = slice(None)
+) -> dict[str, npt.NDArray[Any]]:
     try:
         with safe_open(file, "numpy") as opened:
-            return {name: opened.get_tensor(name) for name in names}
+            return {name: opened.get_slice(name)[span] for name in names}
     except (OSError, SafetensorError) as error:
         raise _damaged(file) from error
 
