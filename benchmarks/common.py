@@ -29,12 +29,13 @@ def prompt_dir() -> Path:
     return Path(os.environ.get("LOCALSPEC_PROMPTS", default))
 
 
-def pair_parser(about: str | None, *, prompts: int) -> argparse.ArgumentParser:
+def pair_parser(about: str | None, *, prompts: int, tokens: int = 128) -> argparse.ArgumentParser:
     """The options every benchmark on a pair and the prompt files has.
 
     Args:
         about: the benchmark's docstring.
         prompts: default number of prompts per file.
+        tokens: default number of tokens an answer may have.
     """
     target, drafter = pairs.default_pair()
     parser = argparse.ArgumentParser(
@@ -43,7 +44,7 @@ def pair_parser(about: str | None, *, prompts: int) -> argparse.ArgumentParser:
     parser.add_argument("--target", default=target)
     parser.add_argument("--drafter", default=drafter)
     parser.add_argument("--prompts", type=int, default=prompts, help="prompts per file")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=tokens, help="most per answer")
     parser.add_argument("--threads", type=int, default=0)
     return parser
 

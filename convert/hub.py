@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import LocalspecError
+from localspec.gguf_choice import is_heads
 from localspec.hub import (
     Say,
     UnreachableError,
-    cached_files,
     fetch,
     hub_id,
     listing,
+    remember,
     safe_name,
+    snapshots,
 )
 
 __all__ = ["INDEXES", "hub_id", "needed_shards", "resolve", "wanted"]
@@ -89,49 +91,72 @@ def needed_shards(index: Any, config: Any) -> set[str] | None:
 
 
 def _download(name: str, revision: str | None, say: Say) -> Path:
-    at = f" at revision {revision}" if revision else ""
+    # Commits are nothing that anybody wrote.
+    at = f" at revision {revision}" if revision and len(revision) < 40 else ""
     try:
         found = listing(name, revision)
-        names = wanted(found.sizes)
-        say(f"downloading {name}{at} (commit {found.commit[:12]})")
-
-        def get(file: str) -> Path:
-            return fetch(name, file, found.commit, revision=revision, say=say)
-
-        small = {n: get(n) for n in names if n == "config.json" or n in INDEXES}
-        keep = None
-        if INDEXES[0] in small:
-            keep = needed_shards(_json(small[INDEXES[0]]), _json(small.get("config.json")))
-        rest = [n for n in names if n not in small]
-        if keep is not None:
-            rest = [n for n in rest if not n.endswith(".safetensors") or n in keep]
-        ggufs = [n for n in rest if n.endswith(".gguf")]
-        if len(ggufs) > 1:
-            raise LocalspecError(
-                f"{name} holds {len(ggufs)} GGUF files ({', '.join(sorted(ggufs)[:4])}, ...); "
-                f"use one of them: -d {name}/{sorted(ggufs)[0]}"
-            )
-        weights = [get(n) for n in rest]
-        if ggufs:
-            return weights[rest.index(ggufs[0])]
-        if not weights or "config.json" not in small:
-            raise LocalspecError(
-                f"{name}{at} holds no config.json with weights beside it; it is no checkpoint"
-            )
-        return small["config.json"].parent
     except UnreachableError as e:
         return _cached(name, revision, e)
+    names = wanted(found.sizes)
+    say(f"downloading {name}{at} (commit {found.commit[:12]})")
+
+    def get(file: str) -> Path:
+        return fetch(name, file, found.commit, revision=revision, say=say, whole=False)
+
+    small = {n: get(n) for n in names if n == "config.json" or n in INDEXES}
+    keep = None
+    if INDEXES[0] in small:
+        keep = needed_shards(_json(small[INDEXES[0]]), _json(small.get("config.json")))
+    rest = [n for n in names if n not in small]
+    if keep is not None:
+        rest = [n for n in rest if not n.endswith(".safetensors") or n in keep]
+    ggufs = [n for n in rest if n.endswith(".gguf") and not is_heads(n)]
+    if len(ggufs) > 1:
+        raise LocalspecError(
+            f"{name} holds {len(ggufs)} GGUF files ({', '.join(sorted(ggufs)[:4])}, ...); "
+            f"use one of them: -d {name}/{sorted(ggufs)[0]}"
+        )
+    # Heads first: where a drafter's file is, they are too.
+    weights = {n: get(n) for n in sorted(rest, key=lambda n: not is_heads(n))}
+    if not ggufs and (not weights or "config.json" not in small):
+        raise LocalspecError(
+            f"{name}{at} holds no config.json with weights beside it; it is no checkpoint"
+        )
+    remember(name, revision, found.commit)
+    return weights[ggufs[0]] if ggufs else small["config.json"].parent
 
 
 def _cached(name: str, revision: str | None, problem: UnreachableError) -> Path:
-    """A snapshot that an earlier download left, complete."""
-    files = cached_files(name, revision)
-    ggufs = [path for file, path in files.items() if file.endswith(".gguf")]
-    if "config.json" in files and any(f.endswith((".safetensors", ".bin", ".pt")) for f in files):
-        return files["config.json"].parent
-    if len(ggufs) == 1:
-        return ggufs[0]
+    """The newest snapshot that earlier downloads left complete."""
+    for files in snapshots(name, revision):
+        ggufs = [p for file, p in files.items() if file.endswith(".gguf") and not is_heads(file)]
+        if "config.json" in files and _has_weights(files):
+            return files["config.json"].parent
+        if len(ggufs) == 1:
+            return ggufs[0]
     raise LocalspecError(f"{problem}, or name a directory on this machine") from problem
+
+
+def _has_weights(files: Mapping[str, Path]) -> bool:
+    """Whether the weights of a checkpoint are there, with all shards that are needed."""
+    weights = [f for f in files if f.endswith((".safetensors", ".bin", ".pt"))]
+    index = next((_json(files[i]) for i in INDEXES if i in files), None)
+    needed = needed_shards(index, _json(files["config.json"]))
+    if needed is None and isinstance(index, Mapping):
+        shards = index.get("weight_map")
+        needed = {str(f) for f in shards.values()} if isinstance(shards, Mapping) else None
+    if needed is None:
+        needed = {part for file in weights for part in _shards_with(file)}
+    return bool(weights) and needed <= files.keys()
+
+
+def _shards_with(file: str) -> set[str]:
+    """The files that one of several shards comes with, by their names."""
+    match = re.search(r"-\d{5}-of-(\d{5})(?=\.\w+$)", file)
+    if match is None:
+        return {file}
+    stem, end, count = file[: match.start()], file[match.end() :], int(match[1])
+    return {f"{stem}-{i:05d}-of-{count:05d}{end}" for i in range(1, count + 1)}
 
 
 def _json(path: Path | None) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from localspec.errors import DeadEndError
 from localspec.sampling import draw
 from localspec.tree import ROOT, DraftTree, Proposal
 
@@ -35,6 +36,9 @@ def accept_match(tree: DraftTree, choose: Callable[[int, Sequence[int]], int]) -
     Args:
         tree: the draft.
         choose: (row, path tokens) -> token; row 0 is the anchor's, row i + 1 node i's.
+
+    Raises:
+        DeadEndError: there is no token to choose after the anchor.
     """
     children: dict[tuple[int, int], int] = {}
     for node in range(len(tree) - 1, -1, -1):  # of equal siblings the first one stays
@@ -43,7 +47,12 @@ def accept_match(tree: DraftTree, choose: Callable[[int, Sequence[int]], int]) -
     tokens: list[int] = []
     at = ROOT
     while True:
-        token = choose(at + 1, tokens)
+        try:
+            token = choose(at + 1, tokens)
+        except DeadEndError:
+            if not path:
+                raise
+            return _before_dead_end(path, tokens)
         child = children.get((at, token))
         if child is None:
             return Acceptance(tuple(path), token)
@@ -70,13 +79,21 @@ def accept_rejection(
         distribution: (row, path tokens) -> [V] probabilities of the target; row 0 is the
             anchor's, row i + 1 node i's.
         rng: source of the draws; independent of those that made the tree.
+
+    Raises:
+        DeadEndError: there is no token to draw after the anchor.
     """
     assert tree.proposals is not None
     path: list[int] = []
     tokens: list[int] = []
     at = ROOT
     while True:
-        p = distribution(at + 1, tokens)
+        try:
+            p = distribution(at + 1, tokens)
+        except DeadEndError:
+            if not path:
+                raise
+            return _before_dead_end(path, tokens)
         accepted = None
         proposal = tree.proposals.get(at)
         if proposal is not None:
@@ -86,6 +103,15 @@ def accept_rejection(
         path.append(accepted)
         tokens.append(int(tree.token[accepted]))
         at = accepted
+
+
+def _before_dead_end(path: list[int], tokens: list[int]) -> Acceptance:
+    """What was accepted where the target can say nothing more, so that no text is lost.
+
+    The last token takes the bonus token's place: it is the target's own choice as well. The next
+    round has nothing before the dead end then, and raises.
+    """
+    return Acceptance(tuple(path[:-1]), tokens[-1])
 
 
 def _try_children(

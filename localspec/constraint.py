@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import LocalspecError
+from localspec.errors import DeadEndError
 from localspec.topk import shortlist, top_k
 
 Floats = npt.NDArray[np.float32]
@@ -65,7 +65,7 @@ def best(logits: Floats, state: State) -> int:
         state: what decides.
 
     Raises:
-        LocalspecError: nothing is allowed.
+        DeadEndError: nothing is allowed.
     """
     likeliest = int(logits.argmax())
     if state.allows([likeliest])[0]:
@@ -81,11 +81,12 @@ def masked(logits: Floats, allowed: Bools) -> Floats:
     """Logits [V] with -inf where a token is not `allowed`.
 
     Raises:
-        LocalspecError: nothing is allowed.
+        DeadEndError: nothing is allowed.
     """
     if not allowed.any():
-        raise LocalspecError(
-            "the grammar allows none of the model's tokens here; check that it can be completed"
+        raise DeadEndError(
+            "the answer cannot go on: the grammar allows none of the model's tokens after what was "
+            "said; change what must come next there"
         )
     return np.where(allowed, logits, np.float32(-np.inf))
 
@@ -105,7 +106,7 @@ def restrict(logits: Floats, state: State, *, top_k: int, top_p: float, min_p: f
         [V] with -inf at the tokens left out.
 
     Raises:
-        LocalspecError: nothing is allowed.
+        DeadEndError: nothing is allowed.
     """
     if top_k > 0 or top_p < 1 or min_p > 0:
         few = shortlist(logits, max(FEW, 2 * top_k))

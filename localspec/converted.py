@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from localspec import hub, places
 from localspec.errors import LocalspecError
+from localspec.gguf_choice import is_heads
 from localspec.ggufio import GgufFile
 from localspec.pairs import check_pair
 
@@ -93,7 +94,9 @@ def _convert(
     from localspec.convert import convert, ready
     from localspec.convert import hub as checkpoints
 
-    source = checkpoints.resolve(f"hf:{repo}", say=say)  # not a folder here of the same name
+    # Not a folder here of the same name, and nothing that the file's name would not be true of.
+    source = checkpoints.resolve(f"hf:{repo}", commit, say=say)
+    hub.remember(repo, None, commit)
     if ready.is_gguf(source):
         return source
     try:
@@ -114,9 +117,11 @@ def _convert(
 
 def _ready(repo: str) -> Path | None:
     """The GGUF of a repository that holds a finished drafter, when it is in the cache."""
-    files = hub.cached_files(repo)
-    ggufs = [path for name, path in files.items() if name.endswith(".gguf")]
-    return ggufs[0] if len(ggufs) == 1 and "config.json" not in files else None
+    for files in hub.snapshots(repo):
+        ggufs = [p for name, p in files.items() if name.endswith(".gguf") and not is_heads(name)]
+        if ggufs:
+            return ggufs[0] if len(ggufs) == 1 and "config.json" not in files else None
+    return None
 
 
 def _fits(path: Path, target: Path) -> bool:

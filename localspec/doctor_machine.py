@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from localspec import cgroup
 from localspec.diagnosis import Section
 
 _VARIABLES = re.compile(
@@ -31,69 +32,30 @@ def machine(root: Path = Path("/")) -> Section:
     from localspec.llama import default_threads
 
     section = Section("machine")
-    threads = default_threads()
+    threads = default_threads(root)
     section.facts["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     section.facts["physical cores"] = psutil.cpu_count(logical=False)
     section.facts["logical cores"] = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         section.facts["cores this process may use"] = len(os.sched_getaffinity(0))
-    section.facts["threads used"] = threads
-    quota = cpu_limit(root)
+    quota = cgroup.cpu_quota(root)
     section.facts["CPU limit of the container"] = quota
-    if quota is not None and threads > max(1, int(quota)):
+    section.facts["threads used"] = threads
+    if quota is not None and threads > quota:
+        whole, kind = int(quota), "thread" if threads == 1 else "threads"
         section.warn(
-            f"this container may use {quota:g} CPUs, and commands start {threads} threads, which "
-            "then wait for each other",
-            f"give --threads {max(1, int(quota))}",
+            f"this container may use {quota:g} CPUs, so {threads} {kind} (the default) must stand "
+            f"still {1 - quota / threads:.0%} of the time",
+            f"give the container {threads} CPUs, or --threads {whole} to have no pauses"
+            if whole
+            else "give the container a whole CPU",
         )
     memory = psutil.virtual_memory()
     section.facts["memory"] = int(memory.total)
     section.facts["memory free"] = int(memory.available)
-    section.facts["memory limit of the container"] = memory_limit(root)
+    section.facts["memory limit of the container"] = cgroup.memory_limit(root)
+    section.facts["memory free in the container"] = cgroup.memory_free(root)
     return section
-
-
-def cpu_limit(root: Path = Path("/")) -> float | None:
-    """CPUs that control groups (v2 or v1) leave this process; None without a limit."""
-    found = []
-    for text in _values(root, "cpu.max"):
-        parts = text.split()
-        if len(parts) == 2 and parts[0].isdigit() and parts[1].isdigit() and int(parts[1]):
-            found.append(int(parts[0]) / int(parts[1]))
-    group = root / "sys/fs/cgroup/cpu"
-    try:
-        quota = int((group / "cpu.cfs_quota_us").read_text())
-        period = int((group / "cpu.cfs_period_us").read_text())
-        if quota > 0 and period > 0:
-            found.append(quota / period)
-    except (OSError, ValueError):
-        pass
-    return min(found, default=None)
-
-
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that control groups (v2 or v1) leave this process; None without a limit."""
-    found = [int(text) for text in _values(root, "memory.max") if text.strip().isdigit()]
-    try:
-        old = int((root / "sys/fs/cgroup/memory/memory.limit_in_bytes").read_text())
-        if old < 1 << 60:  # what stands there when there is none
-            found.append(old)
-    except (OSError, ValueError):
-        pass
-    return min(found, default=None)
-
-
-def _values(root: Path, name: str) -> list[str]:
-    """A setting in this process's control group (v2) and all above it."""
-    top = root / "sys/fs/cgroup"
-    try:
-        text = (root / "proc/self/cgroup").read_text()
-        here = next(line[3:] for line in text.splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        here = "/"
-    parts = [p for p in here.split("/") if p not in ("", "..")]
-    above = (top.joinpath(*parts[:depth], name) for depth in range(len(parts) + 1))
-    return [file.read_text() for file in above if file.is_file()]
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Section:

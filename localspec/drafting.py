@@ -13,7 +13,7 @@ from localspec.drafter import Drafter
 from localspec.eagle import EagleDrafter, EagleRollout
 from localspec.errors import LocalspecError
 from localspec.heads import Heads
-from localspec.policy import AutoPolicy, ContextOdds
+from localspec.policy import AutoPolicy, ContextOdds, Floats
 from localspec.rollout import draw_tree, grow_tree
 from localspec.sampled import sample_tree
 from localspec.sampling import Sampler
@@ -167,14 +167,12 @@ class Drafting:
         self._branch, self._match, self._drafter_tree = [], 0, DraftTree.empty()
         if depth <= 0:
             return Draft(DraftTree.empty(), 0, 0.0)
-        odds: list[float] = []
         if self._index is not None:
             match = self._index.match(depth)
             if match.length >= MIN_MATCH:
                 self._branch, self._match = match.tokens, match.length
                 if self._sampler.state is not None:
                     self._branch = self._branch[: prefix(self._sampler.state, self._branch)]
-                odds = self._odds.odds(match.length, len(self._branch))
         # Where only a chain can be verified, a repeat goes before the drafter.
         ask = self._drafter is not None and not (self._chains_only and self._branch)
         paused = probing = False
@@ -183,8 +181,9 @@ class Drafting:
             ask = self._auto.pacing.ask()
             paused, probing = not ask, losing and ask
         block, seconds = self._block(anchor, depth) if ask else (None, 0.0)
-        if block is None and not self._promising(odds):
+        if block is None and not self._promising():
             return Draft(DraftTree.empty(), len(self._branch), seconds, paused, probing)
+        odds = self._odds.odds(self._match, len(self._branch))
         rejects = self._sampler.params.rejects
         if self._auto is None and rejects:
             tree = self._drawn(block, nodes, odds)
@@ -207,15 +206,13 @@ class Drafting:
             chosen,
         )
 
-    def _promising(self, odds: Sequence[float]) -> bool:
+    def _promising(self) -> bool:
         """Whether a branch from the context, all there is, deserves a closer look."""
         if not self._branch:
             return False
-        return self._auto is None or self._auto.promising(odds, self._target.n_past)
+        return self._auto is None or self._auto.promising(self._match, self._target.n_past)
 
-    def _likeliest(
-        self, block: Block | EagleRollout | None, nodes: int, odds: Sequence[float]
-    ) -> DraftTree:
+    def _likeliest(self, block: Block | EagleRollout | None, nodes: int, odds: Floats) -> DraftTree:
         """The best nodes of drafter and context together; does not depend on chance."""
         tree = DraftTree.empty()
         frontier = 1 if self._width == 1 else self._options.frontier
@@ -245,9 +242,7 @@ class Drafting:
             tree = merge_branch(tree, self._branch, np.cumsum(np.log(odds)).tolist()).best(nodes)
         return tree
 
-    def _drawn(
-        self, block: Block | EagleRollout | None, nodes: int, odds: Sequence[float]
-    ) -> DraftTree:
+    def _drawn(self, block: Block | EagleRollout | None, nodes: int, odds: Floats) -> DraftTree:
         """Nodes drawn from the drafter, for rejection sampling."""
         if nodes == 0:
             return DraftTree.empty()

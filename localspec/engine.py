@@ -378,8 +378,9 @@ class Engine:
 
         Raises:
             LocalspecError: the prompt is empty or does not fit the context, an id is no token,
-                the target cannot follow the grammar, or this thread has another generation under
-                way.
+                the target cannot follow the grammar (a `DeadEndError`, from `localspec.errors`,
+                also when that shows after some steps only), or this thread has another generation
+                under way.
         """
         return self._start(
             Turn(),
@@ -459,12 +460,18 @@ class Engine:
             raise LocalspecError(f"logprobs must be 0..{self.model.n_vocab}, not {logprobs}")
         if isinstance(stop, str):
             stop = (stop,)
+        params = params or SamplingParams()
+        if max(params.logit_bias, default=0) >= self.model.n_vocab:
+            raise LocalspecError(
+                f"logit_bias: token {max(params.logit_bias)} is outside the vocabulary of "
+                f"{self.model.n_vocab}"
+            )
         is_end = self.model.is_end if stop_token_ids is None else set(stop_token_ids).__contains__
         state = None if grammar is None else grammar.start(self.model)
         return self._in_turn(
             turn,
             tokens,
-            Sampler(params or SamplingParams(), tokens, state),
+            Sampler(params, tokens, state),
             max_tokens,
             draft or DraftOptions.auto(),
             TextStream(self.model.piece, stop),

@@ -1,4 +1,4 @@
-"""The one exception class for everything a user can cause."""
+"""The exceptions for everything a user can cause."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ class LocalspecError(Exception):
     The message is one line: what is wrong and what to do about it. Commands print that line and
     exit with status 1; embedding applications catch this class.
     """
+
+
+class DeadEndError(LocalspecError):
+    """A grammar allows none of the model's tokens, at the place that a text has come to."""

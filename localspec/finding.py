@@ -141,22 +141,36 @@ class Finder:
                 raise
             self.say(f"{e}; using what is here")
             return here
-        names = _names(model, list(found.sizes))
-        paths = []
-        for name in names:
+        try:
+            return self._download(model, found)
+        except hub.UnreachableError as e:
+            if here is None or self.update:
+                raise
+            self.say(f"{e}; using what is here")
+            return here
+
+    def _download(self, model: gguf_choice.HubModel, found: hub.Listing) -> Path:
+        """What is missing of a model at the commit that the hub lists; its first file."""
+        parts = _names(model, list(found.sizes))
+        paths = {}
+        # Heads first: where a drafter's file is, they are too.
+        for name in [*gguf_choice.heads_of(parts[0], found.sizes), *parts]:
             if hub.cached(model.repo, name, found.commit) is None:
                 size = found.sizes.get(name)
                 words = f" ({hub.size_in_words(size)})" if size else ""
                 self.say(f"downloading {model.repo} {name}{words}")
-            paths.append(
-                hub.fetch(model.repo, name, found.commit, revision=model.revision, say=self.say)
-            )
-        return paths[0]
+            paths[name] = hub.fetch(
+                model.repo, name, found.commit,
+                revision=model.revision, say=self.say, whole=False,
+            )  # fmt: skip
+        hub.remember(model.repo, model.revision, found.commit)
+        return paths[parts[0]]
 
     def _cached(self, model: gguf_choice.HubModel) -> Path | None:
-        files = hub.cached_files(model.repo, model.revision)
-        with contextlib.suppress(LocalspecError):
-            return files[_names(model, list(files))[0]]
+        """It in the newest snapshot that has all its parts."""
+        for files in hub.snapshots(model.repo, model.revision):
+            with contextlib.suppress(LocalspecError):
+                return files[_names(model, list(files))[0]]
         return None
 
     def _drafter(self, text: Name, target: Path, pair: KnownPair | None) -> Path | str | None:

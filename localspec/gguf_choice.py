@@ -119,6 +119,17 @@ def parts_of(file: str, files: Iterable[str]) -> list[str]:
     return parts
 
 
+def is_heads(file: str) -> bool:
+    """Whether this is the companion of a drafter, with the heads that llama.cpp cannot run."""
+    return file.endswith(".heads.gguf")
+
+
+def heads_of(file: str, files: Iterable[str]) -> list[str]:
+    """The companion of a drafter's file, where a repository has it."""
+    name = f"{file.removesuffix('.gguf')}.heads.gguf"
+    return [name] if name in set(files) else []
+
+
 def has_tag(file: str, tag: str) -> bool:
     """Whether a tag stands in a name as a word: "Q4_K" is not "Q4_K_M"."""
     return re.search(rf"(?<![A-Za-z0-9_]){re.escape(tag)}(?![A-Za-z0-9_])", file, re.I) is not None

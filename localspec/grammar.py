@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import LocalspecError
+from localspec.errors import DeadEndError, LocalspecError
 from localspec.llama import GrammarSampler, Model
 
 Floats = npt.NDArray[np.float32]
@@ -67,9 +67,16 @@ class Grammar:
         """The state at the beginning of an answer of this model.
 
         Raises:
+            DeadEndError: none of its tokens can be the first.
             LocalspecError: the model has no token to end an answer with.
         """
-        return GrammarState(GrammarSampler(model, self.text))
+        state = GrammarState(GrammarSampler(model, self.text))
+        if not state.goes_on(model.n_vocab):
+            raise DeadEndError(
+                "no answer can begin: the grammar allows none of the model's tokens first; change "
+                "what must come first"
+            )
+        return state
 
 
 class GrammarState:
@@ -114,6 +121,15 @@ class GrammarState:
             assert self._parent is not None
             self._sampler = self._parent.sampler.after(self._token)
         return self._sampler
+
+    def goes_on(self, n_vocab: int) -> bool:
+        """Whether any token may come next, an end token included."""
+        start, size = 0, 256  # most grammars allow one of the first, which spell single bytes
+        while start < n_vocab:
+            if self.allows(np.arange(start, min(start + size, n_vocab))).any():
+                return True
+            start, size = start + size, 4 * size
+        return False
 
     def allows(self, tokens: Sequence[int] | Ints) -> Bools:
         """[n] whether each of some tokens may come next."""

@@ -107,22 +107,47 @@ def cached(name: str, file: str, revision: str | None = None) -> Path | None:
     return None
 
 
-def cached_files(name: str, revision: str | None = None) -> dict[str, Path]:
-    """File name -> path of all that lies in the cache of one snapshot of a repository."""
+def snapshots(name: str, revision: str | None = None) -> Iterator[dict[str, Path]]:
+    """What lies in the cache of a repository: file name -> path, a snapshot at a time.
+
+    The one known as `revision` ("main") comes first. A download that broke off can have left it
+    incomplete, so earlier ones of "main" follow, newest first: all that no other branch or tag
+    leads to. Links whose content is missing, or not complete yet, are left out.
+
+    Args:
+        name: `owner/name`.
+        revision: a branch, a tag or a commit.
+    """
     folder = repo_folder(name)
-    noted = folder / "refs" / (revision or "main")
-    snapshots = folder / "snapshots"
-    with contextlib.suppress(OSError):
-        if noted.is_file():
-            root = snapshots / noted.read_text("utf-8").strip()
-        elif revision is not None:
-            root = snapshots / revision
-        else:  # fetched by its commit only
-            root = max(snapshots.iterdir(), key=lambda p: p.stat().st_mtime, default=snapshots)
-        if root.parent == snapshots:
-            files = (p for p in sorted(root.rglob("*")) if p.is_file())
-            return {p.relative_to(root).as_posix(): p for p in files}
-    return {}
+    root = folder / "snapshots"
+    leads = _notes(folder / "refs")
+    noted = leads.pop(revision or "main", None)
+    commits = [] if noted is None else [noted]
+    if noted is None and revision is not None:
+        commits = [revision]
+    if revision in (None, "main"):
+        with contextlib.suppress(OSError):
+            ages = {p.name: p.stat().st_mtime for p in root.iterdir()}
+            others = sorted(ages.keys() - {noted}, key=lambda c: -ages[c])
+            commits += [c for c in others if c not in leads.values()]
+            if noted is None:  # nothing of "main" is known: all there is
+                commits += [c for c in others if c in leads.values()]
+    for commit in commits:
+        place = root / commit
+        if place.parent == root and commit != "..":
+            with contextlib.suppress(OSError):
+                found = [p for p in sorted(place.rglob("*")) if p.is_file()]
+                yield {p.relative_to(place).as_posix(): p for p in found}
+
+
+def _notes(refs: Path) -> dict[str, str]:
+    """Branch or tag -> the commit it leads to, as far as the cache knows."""
+    found = {}
+    for path in refs.rglob("*"):
+        with contextlib.suppress(OSError, ValueError):
+            if path.is_file():
+                found[path.relative_to(refs).as_posix()] = path.read_text("utf-8").strip()
+    return found
 
 
 def repo_folder(name: str) -> Path:
@@ -148,6 +173,7 @@ def fetch(
     revision: str | None = None,
     sha256: str | None = None,
     say: Say = lambda line: None,
+    whole: bool = True,
 ) -> Path:
     """One file of a repository, downloaded unless the cache has it.
 
@@ -159,6 +185,7 @@ def fetch(
             that it is found without a network.
         sha256: what it must be, where that is known beforehand.
         say: told what takes a while.
+        whole: False for a part of something; `remember` the commit when all of it is here.
 
     Raises:
         UnreachableError: there is no network, or it broke off. What came so far is kept.
@@ -172,7 +199,8 @@ def fetch(
     if here is None:
         with translated(name, revision):
             here = _download(name, file, commit, sha256, say)
-    _remember(name, revision or "main", commit)
+    if whole:
+        remember(name, revision, commit)
     return here
 
 
@@ -291,11 +319,13 @@ def digest(path: Path, like: str) -> str:
     return found.hexdigest()
 
 
-def _remember(name: str, revision: str, commit: str) -> None:
-    """Note which commit a branch or tag leads to, as the cache's layout has it.
+def remember(name: str, revision: str | None, commit: str) -> None:
+    """Note which commit a branch or tag ("main") leads to, as the cache's layout has it.
 
     huggingface_hub does so itself when it is asked for the branch; here it is asked for commits.
+    Only what is complete should be noted: other programs look for no older one.
     """
+    revision = revision or "main"
     if revision == commit or ".." in revision or not _COMMIT.fullmatch(commit):
         return
     note = repo_folder(name) / "refs" / revision

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec import rpc
+from localspec import cgroup, rpc
 from localspec.errors import LocalspecError
 from localspec.pairs import FEATURE_ARCHS, LAST_OUTPUT_ARCHS, NO_TREE_ARCHS
 
@@ -40,6 +40,7 @@ NEEDED_VERSION = "0.3.36"
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 MIN_N_CTX, MAX_N_CTX = 8, 1 << 24
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
+_MAX_VIEWS = 256  # one per layer input and size of a pass
 # ggml_type numbers usable for the KV cache.
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 
@@ -252,7 +253,7 @@ def quantize(
         path_in: a GGUF in any type (from a quantised one, errors add up).
         path_out: the GGUF to write; replaced if it exists.
         kind: a key of `FILE_TYPES`, e.g. "q4_0" or "q4_k_m".
-        n_threads: CPU threads; 0 means one per physical core.
+        n_threads: CPU threads; 0 means `default_threads()`.
 
     Raises:
         LocalspecError: llama.cpp cannot read, quantise or write it; the message carries its reason.
@@ -456,20 +457,48 @@ def _explain_aborts() -> None:
     library().ggml_function("ggml_set_abort_callback", ctypes.c_void_p, type(callback))(callback)
 
 
-def default_threads() -> int:
-    """Cores worth using for matrix products: physical ones, and on Apple silicon the fast ones."""
+def default_threads(root: Path = Path("/")) -> int:
+    """Threads worth starting for matrix products.
+
+    One per physical core (Apple silicon: fast core) that this process may use; fewer where control
+    groups allow less CPU time, as containers' do.
+
+    Args:
+        root: of the file system, for tests.
+    """
+    cores = _cores(root)
+    quota = cgroup.cpu_quota(root)
+    if quota is not None:
+        # Threads spin while they wait for each other, and the quota counts that too: n threads
+        # have used it up after quota / n of each period (100 ms), then all stand still until the
+        # next. Thus they never do more than `quota` threads' work, and the more there are, the
+        # more of it is spinning while one of them works alone. A thread for the fraction of a CPU
+        # makes up for that and for the pauses only where it brings a lot, at least a quarter: 2
+        # threads for 1.5 CPUs, but 7 for 7.65.
+        whole = max(1, int(quota))
+        cores = min(cores, whole + (quota >= 1.25 * whole))
+    return max(1, min(cores, MAX_THREADS))
+
+
+def _cores(root: Path) -> int:
+    """Physical cores that the affinity mask leaves this process."""
     if sys.platform == "darwin":
         return _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu") or 4
     if sys.platform != "linux":
-        return max(1, (os.cpu_count() or 2) // 2)
+        import psutil
+
+        physical = psutil.cpu_count(logical=False) or (os.cpu_count() or 2) // 2
+        process = psutil.Process()
+        usable = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else physical
+        return min(physical, usable)
     cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    for cpu in os.sched_getaffinity(0):  # what a cpuset leaves, too
+        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
             cores.add(siblings.read_text())
         except OSError:
             cores.add(str(cpu))
-    return max(1, len(cores))
+    return len(cores)
 
 
 def _sysctl(name: str) -> int:
@@ -843,7 +872,7 @@ class ContextOptions:
         n_seq_max: sequence ids available (paths of a tree).
         rollback: tokens a recurrent model should be able to forget again; what it really can is
             `Context.rollback`.
-        n_threads: CPU threads; 0 means one per physical core.
+        n_threads: CPU threads; 0 means `default_threads()`.
         flash_attn: True, False, or None for llama.cpp's choice.
         kv_type: element type of the KV cache, a key of `KV_TYPES`.
         causal: False for drafters, whose blocks see themselves whole.
@@ -928,6 +957,7 @@ class Context:
             masked = options.next_states == "outputs"
             self._lib.llama_set_embeddings_nextn(self._handle, True, masked)
         self._hidden_on = options.hidden_states
+        self._views: dict[tuple[int | None, int, int], Floats] = {}
         self._allocate(options.n_batch, options.n_seq_max)
         self._n_tokens = self._n_outputs = 0
 
@@ -1137,30 +1167,42 @@ class Context:
     def logits(self) -> Floats:
         """[n_outputs, n_vocab] logits of the last batch, in batch order (a view)."""
         pointer = self._api.llama_get_logits(self.handle)
-        return _view(pointer, (self._n_outputs, self.model.n_vocab))
+        return self._view(pointer, (self._n_outputs, self.model.n_vocab))
 
     def hidden(self) -> Floats:
         """[n_outputs, n_embd] final-norm hidden states of the last batch (a view)."""
         if not self._hidden_on:
             raise LocalspecError("this context was made without hidden states")
-        return _view(
-            self._api.llama_get_embeddings(self.handle), (self._n_outputs, self.model.n_embd)
-        )
+        pointer = self._api.llama_get_embeddings(self.handle)
+        return self._view(pointer, (self._n_outputs, self.model.n_embd))
 
     def next_states(self) -> Floats:
         """[n_outputs or n_tokens, n_embd] states before the final norm (a view)."""
         if self.options.next_states is None or not self._n_tokens:
             raise LocalspecError("this context was made without next states")
         rows = self._n_outputs if self.options.next_states == "outputs" else self._n_tokens
-        pointer = ctypes.c_void_p(self._lib.llama_get_embeddings_nextn(self.handle))
-        return _view(pointer, (rows, self.model.n_embd))
+        pointer = self._lib.llama_get_embeddings_nextn(self.handle)
+        return self._view(pointer, (rows, self.model.n_embd))
 
     def layer_input(self, layer: int) -> Floats:
         """[n_tokens, n_embd] inputs of a layer for the whole last batch (a view)."""
         if layer not in self.options.layer_inputs or not self._n_tokens:
             raise LocalspecError(f"the inputs of layer {layer} were not captured")
         pointer = self._lib.llama_get_embeddings_layer_inp(self.handle, layer)
-        return _view(ctypes.c_void_p(pointer), (self._n_tokens, self.model.n_embd))
+        return self._view(pointer, (self._n_tokens, self.model.n_embd))
+
+    def _view(self, pointer: Any, shape: tuple[int, int]) -> Floats:
+        """`_view` of a buffer; the views are kept, for llama.cpp hands out the same few."""
+        if not isinstance(pointer, int):
+            pointer = ctypes.cast(pointer, ctypes.c_void_p).value
+        key = (pointer, *shape)
+        view = self._views.get(key)
+        if view is None:
+            view = _view(ctypes.c_void_p(pointer), shape)
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            self._views[key] = view
+        return view
 
     def seq_copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Let sequence `target` own `source`'s cells at positions [start, end) too."""
@@ -1250,6 +1292,7 @@ class Context:
     def close(self) -> None:
         """Free the context. A second call does nothing."""
         handle, self._handle = self._handle, None
+        self._views = {}
         if handle:
             self._owned.release()
 

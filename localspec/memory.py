@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localspec import eagle, mtp
+from localspec import cgroup, eagle, mtp
 from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS, context_cells
 from localspec.drafting import MAX_LEAVES, MAX_NODES, MAX_ROLLBACK
 from localspec.errors import LocalspecError
@@ -478,29 +478,11 @@ def free_memory() -> Free:
     from localspec.llama import devices
 
     host = int(psutil.virtual_memory().available)
-    limit = _container_limit()
-    if limit is not None:
-        host = min(host, limit)
+    left = cgroup.memory_free()
+    if left is not None:
+        host = min(host, left)
     gpus = [d for d in devices() if d.kind != "cpu"]
     return Free(host, sum(d.free for d in gpus), any(d.unified for d in gpus))
-
-
-def _container_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a Linux container may still take; None without a limit (control groups v2 and v1)."""
-    for limit, used, cache in (
-        (root / "memory.max", root / "memory.current", "file"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes",
-         "total_cache"),
-    ):  # fmt: skip
-        try:
-            most, now = int(limit.read_text()), int(used.read_text())
-            stat = dict(line.split() for line in limit.with_name("memory.stat").read_text()
-                        .splitlines())  # fmt: skip
-        except (OSError, ValueError):  # "max" is no number
-            continue
-        # Cached files give way.
-        return max(0, most - now + int(stat.get(cache, 0)))
-    return None
 
 
 def _mb(size: int) -> str:

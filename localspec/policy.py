@@ -6,7 +6,7 @@ Pure arithmetic on numbers that others measure; no model and no clock in here.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,9 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
 
 # A repeat in the text must be worth this factor before it is verified: odds and costs are
 # estimates, and being slower than plain decoding is worse than missing some gain.
-MARGIN = 1.15
+MARGIN = 1.1
+# What the outlook of a branch may have missed since it was worked out.
+_STALE = 0.05
 # Drafted rounds must be faster per token than plain ones by this factor, or drafting pauses.
 PAYS = 1.05
 # What an accepted token is worth: this share of it by the round's own speed, the rest by the
@@ -54,9 +56,10 @@ class CostCurve:
         self.depths = np.asarray(depths, np.int64)
         self.seconds = np.asarray(seconds, np.float64)
         self._every = np.arange(1, int(self.sizes[-1]) + 1)
-        self._factor = np.ones(len(self._every))
+        # Plain numbers: every round reads and moves one of them, for which numpy is slow.
+        self._factor = [1.0] * len(self._every)
         self._load = 1.0
-        self._known: dict[int, Floats] = {}
+        self._known: dict[int, tuple[Floats, list[float]]] = {}
 
     @property
     def load(self) -> float:
@@ -70,14 +73,15 @@ class CostCurve:
 
     def at(self, depth: int) -> Floats:
         """[largest] seconds of passes of 1, 2, 3, ... tokens at a context depth."""
-        out: Floats = self._at_step(depth) * self._factor
+        out: Floats = self._at_step(depth)[0] * self._factor
         return out
 
-    def _at_step(self, depth: int) -> Floats:
-        """As it was measured, before anything was observed."""
+    def _at_step(self, depth: int) -> tuple[Floats, list[float]]:
+        """As it was measured, before anything was observed; twice, see `_factor`."""
         step = depth // _DEPTH_STEP
         if step not in self._known:
-            self._known[step] = self._measured(step * _DEPTH_STEP)
+            measured = self._measured(step * _DEPTH_STEP)
+            self._known[step] = measured, measured.tolist()
         return self._known[step]
 
     def _measured(self, depth: int) -> Floats:
@@ -98,11 +102,11 @@ class CostCurve:
         """Learn from a real pass. One outlier moves an entry by half a percent at most."""
         if not 1 <= size <= self.largest or seconds <= 0:
             return
-        expected = float(self._at_step(depth)[size - 1]) * float(self._factor[size - 1])
+        expected = self._at_step(depth)[1][size - 1] * self._factor[size - 1]
         ratio = seconds / expected
         self._load *= _bounded(ratio / self._load, 0.8, 1.25) ** 0.3
         own = _bounded(ratio / self._load, 0.8, 1.25) ** 0.02
-        self._factor[size - 1] = _bounded(float(self._factor[size - 1]) * own, 0.25, 4.0)
+        self._factor[size - 1] = _bounded(self._factor[size - 1] * own, 0.25, 4.0)
 
 
 def _bounded(x: float, low: float, high: float) -> float:
@@ -194,19 +198,54 @@ class ContextOdds:
 
     EDGES = (2, 3, 4, 6, 9, 17, 33)
     PRIOR, MEMORY = 4.0, 0.98
+    LONGEST = 128  # longer matches are as sure as this one
+    # Rounds that an outlook may be old.
+    FRESH = 16
 
     def __init__(self) -> None:
         self._right = [0.0] * (len(self.EDGES) + 1)
         self._seen = [0.0] * (len(self.EDGES) + 1)
+        lengths = np.arange(self.LONGEST)
+        self._expected = lengths / (lengths + 1.5)
+        self._class = np.searchsorted(self.EDGES, lengths, side="right")
+        self._outlook: list[float] = []
+        self._age = 0
 
-    def odds(self, length: int, count: int) -> list[float]:
-        """Odds of `count` tokens in a row after a match; each that comes true lengthens it."""
-        out = []
-        for n in range(length, length + count):
-            at = bisect.bisect_right(self.EDGES, n)
-            right = self._right[at] + self.PRIOR * n / (n + 1.5)
-            out.append(_bounded(right / (self._seen[at] + self.PRIOR), 0.01, 0.995))
+    def table(self) -> Floats:
+        """[LONGEST] odds of the token after a match of 0, 1, 2, ... tokens."""
+        right, seen = np.array(self._right)[self._class], np.array(self._seen)[self._class]
+        odds = (right + self.PRIOR * self._expected) / (seen + self.PRIOR)
+        out: Floats = np.clip(odds, 0.01, 0.995)
         return out
+
+    def odds(self, length: int, count: int) -> Floats:
+        """[count] odds of tokens in a row after a match; each that comes true lengthens it."""
+        return self._runs(self.table(), length, count)
+
+    def _runs(self, table: Floats, lengths: int | npt.NDArray[np.integer], count: int) -> Floats:
+        at = np.add.outer(lengths, np.arange(count))
+        out: Floats = table[np.minimum(at, self.LONGEST - 1)]
+        return out
+
+    def outlook(self, length: int, cost: Callable[[], Floats]) -> float:
+        """How much faster than plain decoding a branch after a match of some length can be.
+
+        Most repeats are not worth verifying, and every round asks; so the answers for all lengths
+        are worked out at once and serve for `FRESH` rounds.
+
+        Args:
+            length: of the match.
+            cost: gives [M] seconds of target passes of 1, 2, ... tokens.
+        """
+        self._age -= 1
+        if self._age < 0:
+            self._age = self.FRESH
+            seconds = cost()
+            lengths = np.arange(self.LONGEST)
+            survival = self._runs(self.table(), lengths, len(seconds) - 1).cumprod(axis=1)
+            rate = (1 + survival.cumsum(axis=1)) * seconds[0] / seconds[1:]
+            self._outlook = rate.max(axis=1).tolist()
+        return self._outlook[min(length, self.LONGEST - 1)]
 
     def observe(self, length: int, right: bool) -> None:
         """The token after a match of some length came out right or wrong."""
@@ -305,8 +344,9 @@ class Pacing:
     wait: int = 0
     pause: int = 0
     MEMORY: float = field(default=0.9, repr=False)
-    # Pauses grow up to this many times the one that makes probing cost 1%.
-    GROWTH: float = field(default=3.0, repr=False)
+    # Pauses grow up to this many times the one that makes probing cost 1%, where not even one
+    # drafted node has been worth verifying.
+    RARER: float = field(default=3.0, repr=False)
 
     @property
     def pays(self) -> bool:
@@ -338,10 +378,14 @@ class Pacing:
         if self.pays:
             self.pause = 0
             return
-        # Probing must stay below 1% of the time, and gets rarer while it keeps failing; but not
-        # ever rarer, so that a text that becomes easy is noticed.
+        # Probing must stay below 1% of the time, and gets rarer while it keeps failing; the closer
+        # it is to paying the less so, for then a text need not change much to be worth it.
         shortest = int(np.ceil(100 * probe / max(plain, 1e-9)))
-        self.pause = min(max(shortest, 2 * self.pause), int(self.GROWTH * shortest))
+        worth = self.tokens * self.plain / (PAYS * self.seconds)
+        nothing = plain / (PAYS * (plain + probe))  # a round that verifies no node
+        gap = _bounded((1 - worth) / (1 - nothing), 0.0, 1.0)
+        longest = int((1 + (self.RARER - 1) * gap**2) * shortest)
+        self.pause = min(max(shortest, 2 * self.pause), longest)
         self.wait = self.pause
 
 
@@ -420,23 +464,15 @@ class AutoPolicy:
         self._offered = tree if drafted else DraftTree.empty()
         return tree.best(n)
 
-    def promising(self, odds: Sequence[float], context_depth: int) -> bool:
-        """Whether a branch from the context can be worth verifying.
-
-        Most repeats are not, and every round asks: this is `choose` without what is slow in it.
+    def promising(self, length: int, context_depth: int) -> bool:
+        """Whether a branch after a match of some length deserves a closer look, by `choose`.
 
         Args:
-            odds: of its tokens, each given the one before.
+            length: of the match.
             context_depth: committed tokens.
         """
-        cost = self.curve.at(context_depth).tolist()
-        expected = survival = 1.0
-        for a, seconds in zip(odds, cost[1:], strict=False):
-            survival *= a
-            expected += survival
-            if expected * cost[0] >= MARGIN * seconds:
-                return True
-        return False
+        outlook = self.context.outlook(length, lambda: self.curve.at(context_depth))
+        return outlook >= MARGIN - _STALE
 
     def learn_draft(self, tree: DraftTree, committed: Sequence[int]) -> None:
         """Compare a drafter's whole tree with what the target chose, as far as both go."""

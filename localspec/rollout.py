@@ -130,7 +130,7 @@ def draw_tree(
     width: int,
     most_leaves: int,
     branch: Sequence[int] = (),
-    branch_odds: Sequence[float] = (),
+    branch_odds: Sequence[float] | npt.NDArray[np.float64] = (),
     shortlist: int = SHORTLIST,
     state: State | None = None,
 ) -> DraftTree:

@@ -39,7 +39,7 @@ def sample_tree(
     width: int,
     most_leaves: int,
     branch: Sequence[int] = (),
-    branch_odds: Sequence[float] = (),
+    branch_odds: Sequence[float] | npt.NDArray[np.float64] = (),
     shortlist: int = SHORTLIST,
     state: State | None = None,
 ) -> DraftTree:
@@ -214,7 +214,7 @@ def constrained(
     return draft_distribution(np.where(allowed, logits, np.float32(-np.inf)))
 
 
-def worthwhile(alive: float, odds: Sequence[float]) -> int:
+def worthwhile(alive: float, odds: Sequence[float] | npt.NDArray[np.float64]) -> int:
     """Nodes to reserve for a branch: known from the context alone, so nothing is peeked at."""
     chances = alive * np.cumprod(odds)
     return max(1, int((chances >= _BRANCH_FLOOR).sum()))

@@ -1,16 +1,17 @@
 """From logits to the distribution that the user's settings define.
 
-The order is llama.cpp's: penalties, top-k, top-p, min-p, temperature. Truncation therefore sees
-the distribution at temperature 1, and the temperature reshapes what is left. A grammar comes
-before all of them.
+The order is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature. Truncation
+therefore sees the distribution at temperature 1, and the temperature reshapes what is left. What a
+grammar forbids is left out before all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ Floats = npt.NDArray[np.float32]
 
 # What "auto" means; benchmarks/sampling.py has the figures.
 AUTO_REJECTS = ("rejection", "auto")
+# OpenAI's limits of a logit bias; the second keeps a request from costing more than its answer.
+MOST_BIAS, MOST_BIASED = 100.0, 1024
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class SamplingParams:
             draws, a drafted token is kept when it is the one drawn), "rejection" (speculative
             sampling), or "auto", whichever measures better. All follow the target's distribution
             exactly.
+        logit_bias: token id -> number from -100 to 100, added to the token's logit before anything
+            else: -100 bans it, 100 leaves no other one a chance. At most 1024 tokens.
 
     Raises:
         LocalspecError: a value is out of range.
@@ -59,6 +64,7 @@ class SamplingParams:
     penalty_window: int = 64
     seed: int | None = None
     acceptance: str = "auto"
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         rules = {
@@ -88,6 +94,7 @@ class SamplingParams:
             )
         if self.seed is not None and not (isinstance(self.seed, int) and self.seed >= 0):
             raise LocalspecError(f"seed must be a whole number of at least 0, not {self.seed!r}")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     @property
     def rejects(self) -> bool:
@@ -98,6 +105,52 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the distribution depends on the tokens before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def _checked_bias(given: Any) -> dict[int, float]:
+    """A copy of a logit bias.
+
+    Raises:
+        LocalspecError: it is none.
+    """
+    if not isinstance(given, Mapping):
+        raise LocalspecError(f"logit_bias must map token ids to numbers, not be {given!r:.80}")
+    if len(given) > MOST_BIASED:
+        raise LocalspecError(
+            f"logit_bias has {len(given)} tokens; at most {MOST_BIASED} are allowed"
+        )
+    out = {}
+    for token, value in given.items():
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
+            raise LocalspecError(
+                f"logit_bias: {token!r:.40} is no token id; ids are whole numbers from 0"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+            raise LocalspecError(f"logit_bias: token {token} needs a number, not {value!r:.40}")
+        if not -MOST_BIAS <= value <= MOST_BIAS:
+            raise LocalspecError(
+                f"logit_bias must be between {-MOST_BIAS:g} and {MOST_BIAS:g}, but token {token} "
+                f"has {value:g}"
+            )
+        out[int(token)] = float(value)
+    return out
+
+
+def adjust(logits: Floats, params: SamplingParams, history: Sequence[int]) -> Floats:
+    """Logits with the user's bias added and penalties applied: what a choice starts from.
+
+    Args:
+        logits: [V] of the target.
+        history: as in `penalize`.
+
+    Returns:
+        [V]; `logits` itself when there is nothing to do.
+    """
+    if params.logit_bias:
+        ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
+        logits = logits.copy()
+        logits[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(ids))
+    return penalize(logits, params, history)
 
 
 def penalize(logits: Floats, params: SamplingParams, history: Sequence[int]) -> Floats:
@@ -140,7 +193,7 @@ def target_distribution(
     Returns:
         [V] float64 probabilities; one-hot when the temperature is 0.
     """
-    z = penalize(logits, params, history)
+    z = adjust(logits, params, history)
     out = np.zeros(len(z), np.float64)
     if params.temperature == 0:
         out[int(z.argmax()) if state is None else best(z, state)] = 1.0
@@ -220,8 +273,13 @@ class Sampler:
         state: State | None = None,
     ) -> None:
         self.params, self.state = params, state
+        # Drafts are asked about a few candidates, whose ids are not known there.
         self._draft_params = replace(
-            params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+            params,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias={},
         )
         self.history = list(history)
         self._rng = np.random.default_rng(params.seed)
@@ -240,7 +298,7 @@ class Sampler:
         history = [*self.history, *path] if p.has_penalties else ()
         state = self._state(path)
         if p.temperature == 0:
-            z = penalize(logits, p, history)
+            z = adjust(logits, p, history)
             return int(z.argmax()) if state is None else best(z, state)
         while len(self._uniforms) <= len(path):
             self._uniforms.append(float(self._rng.random()))
@@ -252,7 +310,8 @@ class Sampler:
         return target_distribution(logits, self.params, history, self._state(path))
 
     def draft_distribution(self, logits: Floats) -> npt.NDArray[np.float64]:
-        """[C] the drafter's distribution over candidates: the user's settings, no penalties."""
+        """[C] the drafter's distribution over candidates: the user's settings, without penalties
+        and logit bias."""
         return target_distribution(logits, self._draft_params)
 
     def _state(self, path: Sequence[int]) -> State | None:

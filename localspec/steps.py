@@ -72,8 +72,8 @@ class Prefill:
 class TokenLogprobs:
     """How likely a generated token was, and what else was.
 
-    Natural logarithms of the target's own distribution: softmax of its logits, before penalties,
-    truncation, temperature and grammar.
+    Natural logarithms of the target's own distribution: softmax of its logits, before logit bias,
+    penalties, truncation, temperature and grammar.
 
     Attributes:
         token_id: the token.

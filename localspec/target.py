@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,15 +73,18 @@ class Target:
             [N + 1, V] logits: row 0 follows the anchor, row i + 1 node i (a view that holds until
             the next pass).
         """
-        p, ids = self.n_past, tree.sequence_ids
-        n_leaves = max(1, len(tree.leaves))
+        p = self.n_past
+        self._tree = tree
+        self._set_floor(p, 1 + len(tree))
+        if not len(tree):
+            self.context.decode([anchor], [p])
+            return self.context.logits()
+        ids, n_leaves = tree.sequence_ids, len(tree.leaves)
         for s in range(1, n_leaves):
             self.context.seq_copy(0, s)
         tokens = np.concatenate([[anchor], tree.token])
         positions = np.concatenate([[p], p + tree.depth])
         sequences = None if n_leaves == 1 else [range(n_leaves), *ids]
-        self._tree = tree
-        self._set_floor(p, len(tokens))
         self.context.decode(tokens, positions, outputs=True, sequences=sequences)
         return self.context.logits()
 
@@ -97,7 +101,9 @@ class Target:
         Returns:
             [n, len(layers) * n_embd] float32 (a copy).
         """
-        pick = slice(rows) if isinstance(rows, int) else rows
+        pick: Any = slice(rows) if isinstance(rows, int) else rows
+        if not isinstance(rows, int) and len(rows) == 1:  # plain rounds: no gathering
+            pick = slice(rows[0], rows[0] + 1)
         if self.context.options.next_states is not None:
             return np.array(self.context.next_states()[pick])
         return np.concatenate([self.context.layer_input(i)[pick] for i in self.layers], axis=1)

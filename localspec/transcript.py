@@ -19,6 +19,7 @@ _VERSION = 1
 _ROLES = ("system", "user", "assistant", "tool")
 _TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float), "int": (int,), "str": (str,), "int | None": (int, type(None)),
+    "Mapping[int, float]": (dict,),
 }  # fmt: skip
 
 
@@ -116,6 +117,9 @@ def _params(path: str | os.PathLike[str], data: Mapping[str, Any]) -> SamplingPa
         if isinstance(value, bool) or not isinstance(value, _TYPES[known[name]]):
             raise LocalspecError(f"{path}: {name} = {value!r} is no valid setting; it is damaged")
     try:
+        if "logit_bias" in saved:  # JSON's names are texts
+            bias = {int(k) if k.isdecimal() else k: v for k, v in saved["logit_bias"].items()}
+            saved = saved | {"logit_bias": bias}
         return SamplingParams(**saved)
     except LocalspecError as e:
         raise LocalspecError(f"{path}: {e}") from e

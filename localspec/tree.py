@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,7 @@ class DraftTree:
         return len(self.token)
 
     @staticmethod
+    @cache
     def empty() -> DraftTree:
         """No draft: plain decoding."""
         none = np.zeros(0, np.int32)

@@ -146,11 +146,14 @@ def test_auto_against_the_best_of_every_group():
     one = run.Run("x", 0.0, 2, 0, None, {
         "plain": of(10, 10), "auto": of(12, 12), "chain": of(6, 6), "fixed:2x1": of(12, 15),
         "llama.cpp:0": of(8, 8), "llama.cpp:1": of(4, 4), "llama.cpp:3@0.5": of(6, 6),
+        "llama.cpp:ngram-mod": of(8, 10), "llama.cpp:ngram-cache": of(7, 7),
     })  # fmt: skip
     found = report.auto_against(one)
     assert found["plain"].ratio == pytest.approx(1.2)
     assert found["best fixed"] == report.Against("fixed:2x1", pytest.approx(0.9))
     assert found["llama.cpp's best draft"] == report.Against("llama.cpp:3@0.5", pytest.approx(2))
+    assert found["llama.cpp's best n-gram"].name == "llama.cpp:ngram-mod"
+    assert found["llama.cpp's best n-gram"].ratio == pytest.approx((1.5 + 1.2) / 2)
     assert found["llama.cpp plain"].ratio == pytest.approx(1.5)
     assert report.geometric_means([one, one])["auto"] == pytest.approx(1.2)
 
@@ -167,6 +170,10 @@ def test_settings_have_names():
     assert found[4].draft == DraftOptions(tokens=7, width=4)
     assert found[5].peer == PeerOptions(3, 0.5)
     assert [s.peer.n_max for s in parse_settings("llama.cpp", depths=7) if s.peer] == [0, 1, 3, 7]
+    (ngram,) = parse_settings("llama.cpp:ngram-mod", depths=7)
+    assert ngram.peer == PeerOptions(0, ngram="ngram-mod")
+    assert not ngram.peer.plain
+    assert not ngram.needs_drafter
     assert parse_settings("", depths=7) == []
     assert not PLAIN.needs_drafter
     assert not AUTO.needs_drafter
@@ -174,7 +181,17 @@ def test_settings_have_names():
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "fixed:0", "fixed:99", "fixed:7x99", "fixed:x", "llama.cpp:3@2", "plain:1"]
+    "name",
+    [
+        "nothing",
+        "fixed:0",
+        "fixed:99",
+        "fixed:7x99",
+        "fixed:x",
+        "llama.cpp:3@2",
+        "plain:1",
+        "llama.cpp:ngram-x",
+    ],
 )
 def test_unknown_settings_are_refused(name: str):
     with pytest.raises(LocalspecError, match=r"out of range|nothing to compare"):
@@ -234,7 +251,7 @@ def test_logs_of_llama_cpp_are_read():
 
 
 def test_the_peer_is_called_with_the_same_prompt_and_settings(programs: Path):
-    settings = parse_settings("llama.cpp:0,llama.cpp:3@0.25", depths=7)
+    settings = parse_settings("llama.cpp:0,llama.cpp:3@0.25,llama.cpp:ngram-mod", depths=7)
     found = peer.find_programs(settings, programs)
     a_peer = peer.Peer(found, Path("t.gguf"), Path("d.gguf"), n_ctx=512, n_threads=1)
     for setting in settings:
@@ -242,11 +259,14 @@ def test_the_peer_is_called_with_the_same_prompt_and_settings(programs: Path):
         done = a_peer.run(setting.peer, "a prompt\n", max_tokens=9, temperature=0.0, seed=4)
         assert done.tokens in (16, 17)
     calls = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
-    assert [prompt for _, prompt in calls] == ["a prompt\n\n"] * 2
-    plain, drafted = (" ".join(args) for args, _ in calls)
+    assert [prompt for _, prompt in calls] == ["a prompt\n\n"] * 3
+    plain, drafted, ngram = (" ".join(args) for args, _ in calls)
     assert "-c 512 " in plain
     assert " -t 1" in plain
     assert "draft" not in plain
+    assert "--spec-type" not in plain
+    assert ngram.endswith("--spec-type ngram-mod")
+    assert "-md" not in ngram
     assert "-md d.gguf --spec-type draft-dspark" in drafted
     assert "--spec-draft-n-max 3 --spec-draft-p-min 0.25" in drafted
 

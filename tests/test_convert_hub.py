@@ -223,3 +223,35 @@ def test_environment_variables_of_the_hub(server, drafter, tiny_target, tmp_path
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "HF_HUB_OFFLINE is set" in done.stderr
     assert done.stderr.strip().count("\n") == 0
+
+
+def test_shards_that_broke_off_hide_no_complete_checkpoint(server, drafter, monkeypatch):
+    from localspec import hub as cache
+
+    server.publish("org/drafter", drafter.path)
+    first = hub.resolve("org/drafter")
+    server.commit = newer = "a" * 40
+    shard = "model-00002-of-00002.safetensors"
+    server.repos["org/drafter"][shard] += b"newer"
+    fetch = hub.fetch
+
+    def get(name: str, file: str, *args: object, **more: object) -> object:
+        if file == shard:
+            raise cache.UnreachableError("it broke off")
+        return fetch(name, file, *args, **more)
+
+    with monkeypatch.context() as m:
+        m.setattr(hub, "fetch", get)
+        # Older weights in place of those asked for would go unnoticed.
+        assert "it broke off" in refused("org/drafter")
+    assert (first.parent / newer / "config.json").exists()
+    # Other programs note a commit before they have its files.
+    for index in (True, False):
+        (cache.repo_folder("org/drafter") / "refs" / "main").write_text(newer)
+        with monkeypatch.context() as m:
+            m.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+            assert hub.resolve("org/drafter") == first
+            assert "HF_HUB_OFFLINE" in refused("org/drafter", newer)
+        for commit in (newer, COMMIT) if index else ():
+            (first.parent / commit / "model.safetensors.index.json").unlink()
+    assert hub.resolve("org/drafter").name == newer

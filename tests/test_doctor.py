@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 
 from localspec import cpu_features, doctor, doctor_build, doctor_files, doctor_machine
 from localspec.cli import cli
+from localspec.cli.doctor import in_words
 from localspec.diagnosis import Report, Section
 
 FEATURES = "CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | F16C = 1 | FMA = 1 | CUDA : ARCHS = 890 | "
@@ -217,55 +219,42 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+def test_what_a_container_leaves(tmp_path):
+    """Limits are shown, and the default follows them; none: nothing is said."""
+    top = "sys/fs/cgroup"
+    root = tree(tmp_path, {
+        f"{top}/cpu.max": "100000 100000", f"{top}/memory.max": "4000000000",
+        f"{top}/memory.current": "1000000000",
+    })  # fmt: skip
+    section = doctor_machine.machine(root)
+    assert section.facts["CPU limit of the container"] == 1.0
+    assert section.facts["threads used"] == 1 and not section.problems
+    assert section.facts["memory limit of the container"] == 4 * 10**9
+    assert section.facts["memory free in the container"] == 3 * 10**9
+    words = in_words(Report([section]))
+    assert re.search(r"CPU limit of the container +1\.0\n +threads used +1\n", words)
+    assert re.search(r"memory free in the container +3\.0 GB", words)
+    section = doctor_machine.machine(tmp_path / "no")
+    assert section.facts["CPU limit of the container"] is None and not section.problems
+
+
 @pytest.mark.parametrize(
-    ("files", "cpus", "memory"),
+    ("cpu_max", "threads", "what", "mend"),
     [
-        ({}, None, None),
-        (
-            {"sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/memory.max": "max"},
-            None,
-            None,
-        ),
-        (
-            {"sys/fs/cgroup/cpu.max": "150000 100000", "sys/fs/cgroup/memory.max": "1000"},
-            1.5,
-            1000,
-        ),
-        (  # the tightest of all groups above
-            {
-                "proc/self/cgroup": "1:cpu:/x\n0::/a/b\n",
-                "sys/fs/cgroup/a/cpu.max": "200000 100000",
-                "sys/fs/cgroup/a/b/cpu.max": "400000 100000",
-                "sys/fs/cgroup/a/b/memory.max": "7",
-            },
-            2.0,
-            7,
-        ),
-        (
-            {
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-            },
-            0.5,
-            None,
-        ),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}, None, None),
-        ({"sys/fs/cgroup/cpu.max": "nonsense", "sys/fs/cgroup/memory.max": "?"}, None, None),
+        ("150000 100000", 2, "may use 1.5 CPUs, so 2 threads", "2 CPUs, or --threads 1"),
+        ("250000 100000", 3, "may use 2.5 CPUs, so 3 threads", "3 CPUs, or --threads 2"),
+        ("50000 100000", 1, "may use 0.5 CPUs, so 1 thread ", "a whole CPU"),
     ],
 )
-def test_limits_of_containers(files, cpus, memory, tmp_path):
-    root = tree(tmp_path, files)
-    assert doctor_machine.cpu_limit(root) == cpus
-    assert doctor_machine.memory_limit(root) == memory
-
-
-def test_more_threads_than_the_container_has(tmp_path, monkeypatch):
-    monkeypatch.setattr("localspec.llama.default_threads", lambda: 16)
-    root = tree(tmp_path, {"sys/fs/cgroup/cpu.max": "250000 100000"})
-    said = only(doctor_machine.machine(root), broken=False)
-    assert "may use 2.5 CPUs" in said and "--threads 2" in said
-    assert not doctor_machine.machine(tmp_path / "no").problems
+def test_a_container_with_a_fraction_of_a_cpu(cpu_max, threads, what, mend, tmp_path, monkeypatch):
+    monkeypatch.setattr("localspec.llama._cores", lambda root: 16)
+    root = tree(tmp_path, {"sys/fs/cgroup/cpu.max": cpu_max})
+    section = doctor_machine.machine(root)
+    said = only(section, broken=False)
+    assert section.facts["threads used"] == threads
+    assert what in said and mend in said
+    stands_still = int(re.search(r"(\d+)% of the time", said)[1]) / 100
+    assert stands_still == pytest.approx(1 - float(said.split()[4]) / threads, abs=0.006)
 
 
 def write(file: Path, text: str | bytes, age: float = 0) -> Path:

@@ -8,9 +8,9 @@ node, the coin of a child, the token of the target) is drawn anew for each draw.
 
 Covered, each by `DRAWS` = 200,000 pairs of tokens, settings and seeds fixed in advance:
 temperature 0.7, 1.0, 1.5 x no truncation, top-k 20, top-p 0.9, min-p 0.05, repetition penalty 1.2
-x chain, tree x match, rejection: 60 settings. A pair is what one round commits, or two rounds
-where the first commits a single token. First tokens are compared with the target's own
-distribution, pairs with the product of its two, by chi-square with p > 0.001.
+x chain, tree x match, rejection: 60 settings, and 4 with a logit bias. A pair is what one round
+commits, or two rounds where the first commits a single token. First tokens are compared with the
+target's own distribution, pairs with the product of its two, by chi-square with p > 0.001.
 
 Beside that: 10,000 rounds of each rule without any of these shortcuts; the exact law of small
 rounds, without chance; and wrong rules, which must fail the same chi-square.
@@ -64,6 +64,8 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"min_p": 0.05},
     "repetition 1.2": {"repetition_penalty": 1.2},
 }
+# At temperature 1 only: added to the logits, it changes every row.
+BIAS: dict[str, dict[str, Any]] = {"bias": {"logit_bias": {t: t % 7 - 3 for t in range(300)}}}
 # Two levels decide two tokens. The tree has two children at the anchor and two nodes below.
 # Any q is exact, and few candidates make few different trees.
 SHAPES = {
@@ -92,7 +94,7 @@ class Setting:
             temperature=self.temperature,
             acceptance=self.rule,
             seed=self.seed,
-            **TRUNCATIONS[self.truncation],
+            **(TRUNCATIONS | BIAS)[self.truncation],
         )
 
 
@@ -100,6 +102,12 @@ SETTINGS = [
     Setting(*options, seed)
     for seed, options in enumerate(
         itertools.product((0.7, 1.0, 1.5), TRUNCATIONS, SHAPES, ("match", "rejection"))
+    )
+]
+SETTINGS += [
+    Setting(*options, seed)
+    for seed, options in enumerate(
+        itertools.product((1.0,), BIAS, SHAPES, ("match", "rejection")), len(SETTINGS)
     )
 ]
 
@@ -223,8 +231,10 @@ def load_place(path: str) -> Place:
 def own_distribution(
     logits: np.ndarray, params: SamplingParams, history: Sequence[int]
 ) -> np.ndarray:
-    """Penalty, top-k, top-p, min-p, temperature; [V] float64."""
+    """Bias, penalty, top-k, top-p, min-p, temperature; [V] float64."""
     z = logits.astype(float)
+    for token, value in params.logit_bias.items():
+        z[token] += value
     for token in set(history[-params.penalty_window :]):
         z[token] *= params.repetition_penalty if z[token] < 0 else 1 / params.repetition_penalty
     order = np.argsort(-z, kind="stable")

@@ -21,8 +21,8 @@ from test_exact_sampling import Answer, Decisions, Question
 import tiny
 from localspec import Chat, accept, constraint, json_schema, pairs
 from localspec.cli import cli
-from localspec.engine import DraftOptions, Engine
-from localspec.errors import LocalspecError
+from localspec.engine import DraftOptions, Engine, Result
+from localspec.errors import DeadEndError, LocalspecError
 from localspec.grammar import Grammar, GrammarState
 from localspec.heads import Heads
 from localspec.llama import Model
@@ -30,7 +30,7 @@ from localspec.number_grammar import Bounds, integers, numbers
 from localspec.rollout import draw_tree, grow_tree
 from localspec.sampled import sample_tree
 from localspec.sampling import Sampler, SamplingParams, target_distribution
-from localspec.tree import Block, DraftTree, build_tree
+from localspec.tree import Block, DraftTree, Proposal, build_tree
 
 F = np.float32
 
@@ -953,9 +953,91 @@ def test_a_grammar_and_the_rest_of_a_generation(load: Callable[..., Engine]):
     again = engine.complete(prompt_of(3), max_tokens=20, draft=CHAIN)
     assert plain.text[:3] == again.text[:3]  # nothing of the grammar is left
     dead = Grammar.from_gbnf('root ::= "a" "\\x00"')
-    with pytest.raises(LocalspecError, match="none of the model's tokens"):
+    with pytest.raises(DeadEndError, match="none of the model's tokens"):
         engine.complete(prompt_of(3), grammar=dead, draft=CHAIN)
     assert engine.complete(prompt_of(3), max_tokens=4).finish_reason
+
+
+NOTHING = '"\\x00"'  # llama.cpp takes no token that says it
+
+
+def test_an_answer_that_cannot_begin(load: Callable[..., Engine]):
+    """Found out before the prompt is evaluated."""
+    engine = load("vanilla")
+    dead = Grammar.from_gbnf(f"root ::= {NOTHING} | {NOTHING} [a-z]*")
+    for refused in (
+        lambda: dead.start(engine.model),
+        lambda: engine.generate(prompt_of(3), grammar=dead),
+        lambda: next(Chat(engine).send("hello", grammar=dead)),
+    ):
+        with pytest.raises(DeadEndError, match="tokens first; change what must come") as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+    assert engine.cached_tokens == ()
+    chat = Chat(engine)
+    with pytest.raises(DeadEndError):
+        list(chat.send("hello", grammar=dead))
+    assert chat.messages == []
+    # An empty answer begins with its end.
+    empty = engine.complete(prompt_of(3), grammar=Grammar.from_gbnf(f'root ::= "" | {NOTHING}'))
+    assert empty.text == "" and empty.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("acceptance", ["greedy", "match", "rejection"])
+def test_what_is_said_before_a_dead_end(load: Callable[..., Engine], acceptance: str):
+    """It comes out, all of it, whatever the round was that came upon the dead end."""
+    engine = load("vanilla")
+    grammar = Grammar.from_gbnf(f'root ::= "to " [a-z]{{9}} {NOTHING}')
+    accepted = 0
+    for seed in range(4):
+        params = SamplingParams()
+        if acceptance != "greedy":
+            params = SamplingParams(temperature=1.0, seed=seed, acceptance=acceptance)
+        texts = []
+        for draft in (PLAIN, CHAIN, TREE):
+            result = Result()
+            with pytest.raises(DeadEndError, match="after what was said"):
+                for step in engine.generate(prompt_of(seed), params, draft=draft, grammar=grammar):
+                    result.add(step)
+            assert re.fullmatch("to [a-z]{9}", result.text)
+            assert engine.model.text(result.token_ids) == result.text
+            accepted += sum(r.accepted for r in result.rounds)
+            texts.append(result.text)
+        if acceptance != "rejection":  # whose draws depend on the drafts
+            assert len(set(texts)) == 1
+    assert accepted > 10
+    # The conversation goes on with what was said.
+    chat = Chat(engine)
+    with pytest.raises(DeadEndError):
+        list(chat.send("hello", grammar=grammar))
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+    assert re.fullmatch("to [a-z]{9}", chat.messages[1]["content"])
+    assert "".join(s.text for s in chat.send("and now?", max_tokens=5))
+
+
+def test_the_rules_stop_before_a_dead_end():
+    chain = DraftTree.chain([5, 6])
+    drawn = Proposal(0, np.array([5, 6]), np.array([0.5, 0.5]))
+    sampled = DraftTree(chain.token, chain.parent, chain.depth, chain.score, {-1: drawn, 0: drawn})
+    rng = np.random.default_rng(0)
+
+    def choose(row: int, path: Sequence[int]) -> int:
+        if row == dead:
+            raise DeadEndError("nothing")
+        return [5, 6, 7][row]
+
+    def distribution(row: int, path: Sequence[int]) -> np.ndarray:
+        return np.eye(9)[choose(row, path)]
+
+    for dead, path, bonus in ((3, (0, 1), 7), (2, (0,), 6), (1, (), 5)):  # noqa: B007
+        assert accept.accept_match(chain, choose) == accept.Acceptance(path, bonus)
+        found = accept.accept_rejection(sampled, distribution, rng)
+        assert found == accept.Acceptance(path, bonus)
+    dead = 0
+    with pytest.raises(DeadEndError):
+        accept.accept_match(chain, choose)
+    with pytest.raises(DeadEndError):
+        accept.accept_rejection(sampled, distribution, rng)
 
 
 def test_penalties_and_determinism_with_a_grammar(load: Callable[..., Engine]):
@@ -1007,6 +1089,12 @@ def test_generate_takes_a_grammar(tiny_target: tiny.TinyModel, tmp_path):
         jsonschema.validate(json.loads(found["text"]), TRIP)
     both = CliRunner().invoke(cli, [*base, "--grammar", str(file), "--json-schema", str(schema)])
     assert both.exit_code == 2 and "one of" in both.output
+    for text, said in (('"\\x00"', ""), ('"no" "\\x00"', "no\n")):
+        file.write_text(f"root ::= {text}")
+        for options, out in ((), said), (["--json"], ""):
+            result = CliRunner().invoke(cli, [*base, *options, "--grammar", str(file)])
+            assert isinstance(result.exception, DeadEndError)
+            assert result.stdout == out and "\n" not in str(result.exception)
     schema.write_text('{"not": {}}')
     for arguments in (
         ["--json-schema", str(schema)],

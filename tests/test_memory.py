@@ -258,14 +258,3 @@ def test_devices_and_free_memory_are_found():
     free = memory.free_memory()
     assert 0 < free.host <= psutil.virtual_memory().total
     assert dataclasses.replace(free, host=1).host == 1
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("1000000", 1000000 - 700000 + 200000), ("max", None)]
-)
-def test_a_container_has_less(tmp_path, limit, expected):
-    (tmp_path / "memory.max").write_text(limit + "\n")
-    (tmp_path / "memory.current").write_text("700000\n")
-    (tmp_path / "memory.stat").write_text("anon 500000\nfile 200000\n")
-    assert memory._container_limit(tmp_path) == expected
-    assert memory._container_limit(tmp_path / "none") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -108,10 +109,39 @@ def test_survival_keeps_the_order_and_never_exceeds_one(log_p: list[float], offs
 def test_context_odds_rise_with_the_match_and_follow_the_text():
     c = ContextOdds()
     odds = c.odds(2, 20)
-    assert odds == sorted(odds)
+    assert len(odds) == 20
+    assert (np.diff(odds) > 0).all()
     for _ in range(50):
         c.observe(5, False)
+    assert c.odds(4, 3) == pytest.approx([0.081, 0.086, 0.8], abs=0.001)
     assert c.odds(5, 1)[0] < 0.2 < c.odds(20, 1)[0]
+    assert odds[3] > 0.7  # what was given stays what it was
+
+
+def test_context_odds_of_the_longest_matches_are_those_of_a_long_one():
+    c = ContextOdds()
+    for _ in range(50):
+        c.observe(10_000, False)
+    assert len(c.odds(100, 40)) == len(c.odds(5_000, 40)) == 40
+    assert c.odds(100, 40) == pytest.approx(0.11, abs=0.001)
+    assert c.odds(5_000, 1)[0] == c.odds(5_100, 3)[2] == c.odds(c.LONGEST - 1, 1)[0]
+
+
+@given(st.lists(st.tuples(st.integers(2, 80), st.booleans()), max_size=60))
+def test_context_odds_are_smoothed_counts_of_their_class(seen: list[tuple[int, bool]]):
+    c = ContextOdds()
+    for length, right in seen:
+        c.observe(length, right)
+    edges = (0, *c.EDGES, 10**6)
+    for length in (2, 3, 5, 9, 16, 33, 60):
+        low, high = next((a, b) for a, b in pairwise(edges) if a <= length < b)
+        right_sum = seen_sum = 0.0
+        for n, right in seen:
+            if low <= n < high:
+                right_sum = c.MEMORY * right_sum + right
+                seen_sum = c.MEMORY * seen_sum + 1
+        expected = (right_sum + c.PRIOR * length / (length + 1.5)) / (seen_sum + c.PRIOR)
+        assert c.odds(length, 1)[0] == pytest.approx(np.clip(expected, 0.01, 0.995))
 
 
 def test_probing_a_useless_drafter_stays_below_one_percent():
@@ -124,6 +154,17 @@ def test_probing_a_useless_drafter_stays_below_one_percent():
         else:
             total += plain
     assert spent / total < 0.01
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(1.0, 3), (2.55, 1)])
+def test_probes_get_rarer_only_where_the_drafter_is_far_from_paying(tokens: float, times: int):
+    pacing, asked = Pacing(), []
+    for i in range(3_000):
+        if pacing.ask():
+            asked.append(i)
+            pacing.observe(tokens, 2.5 if tokens > 1 else 1.6, 1.0, 0.6)
+    assert not pacing.pays
+    assert asked[-1] - asked[-2] - 1 == pytest.approx(times * 60, rel=0.05)
 
 
 def test_a_drafter_that_pays_is_asked_every_round_and_comes_back_after_a_pause():
@@ -167,18 +208,35 @@ def test_a_confident_drafter_that_is_wrong_is_left_alone_within_twenty_rounds():
 
 
 @given(
-    st.lists(st.floats(0.01, 0.995), min_size=1, max_size=7),
+    st.lists(st.tuples(st.integers(2, 80), st.booleans()), max_size=60),
+    st.integers(2, 100),
     st.lists(st.floats(1.0, 30.0), min_size=8, max_size=8),
 )
-def test_no_branch_that_would_be_chosen_is_called_hopeless(odds: list[float], ms: list[float]):
+def test_no_branch_that_would_be_chosen_is_called_hopeless(
+    seen: list[tuple[int, bool]], length: int, ms: list[float]
+):
     auto = AutoPolicy(
         curve(dict(enumerate(ms, start=1))), block_seconds=0.0, host_seconds=0.0, depths=0
     )
-    branch = merge_branch(
-        DraftTree.empty(), list(range(len(odds))), np.cumsum(np.log(odds)).tolist()
+    for n, right in seen:
+        auto.context.observe(n, right)
+    odds = auto.context.odds(length, 7)
+    branch = merge_branch(DraftTree.empty(), list(range(7)), np.cumsum(np.log(odds)).tolist())
+    chosen = auto.choose(branch, 10, drafted=False)
+    promising = auto.promising(length, 10)
+    assert promising or not len(chosen)
+
+
+def test_what_a_repeat_promises_follows_the_text_within_some_rounds():
+    auto = AutoPolicy(
+        curve({1: 10.0, 2: 15.0, 4: 20.0, 8: 30.0}), block_seconds=0.0, host_seconds=0.0, depths=0
     )
-    if len(auto.choose(branch, 10, drafted=False)):
-        assert auto.promising(odds, 10)
+    assert auto.promising(20, 10)
+    for _ in range(30):
+        auto.context.observe(20, False)
+    answers = [auto.promising(20, 10) for _ in range(ContextOdds.FRESH + 1)]
+    assert answers[0]
+    assert not answers[-1]
 
 
 def test_auto_learns_from_siblings_along_the_committed_path():

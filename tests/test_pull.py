@@ -22,7 +22,7 @@ from localspec.cli import cli
 from localspec.errors import LocalspecError
 from localspec.finding import Files, Finder
 from localspec.ggufio import GgufFile
-from localspec.pairs import check_pair
+from localspec.pairs import check_pair, heads_path
 
 NAME = "tiny-1b"
 GGUFS, DRAFTER = "org/Tiny-GGUF", "org/tiny_dspark"
@@ -346,6 +346,226 @@ def test_a_model_in_parts(published, tiny_target, tmp_path):
     (folder / "Big-Q4_K_M-00002-of-00002.gguf").unlink()
     published.publish("org/Half-GGUF", folder.parent)
     assert "00002-of-00002.gguf is missing" in refused("org/Half-GGUF")
+
+
+# ---- downloads that broke off, and what they must not hide
+
+NEWER = "a" * 40
+BIG, PARTS = "org/Big-GGUF", [f"Big-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
+
+
+@pytest.fixture
+def big(published: Hub, tiny_target: tiny.TinyModel, tmp_path: Path) -> Path:
+    """A model in two parts that was downloaded once; where its first part lies."""
+    folder = tmp_path / "big"
+    folder.mkdir()
+    for part in PARTS:
+        (folder / part).write_bytes(tiny_target.gguf.read_bytes() + part.encode())
+    published.publish(BIG, folder)
+    return Finder(update=True).files(BIG).target
+
+
+def republish(server: Hub, name: str) -> None:
+    """A newer commit, in which every file has changed."""
+    server.repos[name] = {file: data + b"newer" for file, data in server.repos[name].items()}
+    server.commit = NEWER
+
+
+def broken_off(
+    server: Hub, file: str, monkeypatch: pytest.MonkeyPatch, *names: str, update: bool = True
+) -> str:
+    """A download that ends within `file`, as the network does; what is said about it."""
+    from huggingface_hub import file_download
+
+    def stop(*_args: object, **_more: object) -> None:
+        raise ConnectionError("it broke off")
+
+    real = file_download.http_get
+
+    def get(url: str, out: object, **more: object) -> None:
+        (stop if url.endswith(f"/{file}") else real)(url, out, **more)
+
+    with monkeypatch.context() as m:
+        m.setattr(file_download, "http_get", get)
+        return refused(*names, finder=Finder(update=update))
+
+
+def snapshot(name: str, commit: str, **contents: bytes | str | None) -> Path:
+    """A snapshot as any program may leave it: bytes, a link to a blob, or a link to nothing."""
+    folder = hub.repo_folder(name)
+    root = folder / "snapshots" / commit
+    for file, content in contents.items():
+        path = root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.symlink_to(folder / "blobs" / (content or "missing"))
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / "main").write_text(commit)
+    return root
+
+
+def test_parts_that_broke_off_hide_no_complete_model(big, published, monkeypatch):
+    republish(published, BIG)
+    assert "what is downloaded is kept" in broken_off(published, PARTS[1], monkeypatch, BIG)
+    assert hub.cached(BIG, PARTS[0], NEWER) is not None
+    assert hub.cached(BIG, PARTS[1], NEWER) is None
+    asked = published.requests
+    for name in (BIG, f"{BIG}:Q4_K_M", f"{BIG}/{PARTS[0]}"):
+        assert Finder().files(name).target == big
+    assert published.requests == asked
+    with monkeypatch.context() as m:
+        unreachable(m)
+        said: list[str] = []
+        assert Finder(said.append, update=True).files(BIG).target == big
+        assert len(said) == 1 and "using what is here" in said[0]
+    published.got.clear()
+    newer = Finder(update=True).files(BIG).target
+    assert [file for file, _ in published.got] == [PARTS[1]]  # only what was missing
+    assert NEWER in str(newer) and newer.with_name(PARTS[1]).read_bytes().endswith(b"newer")
+    unreachable(monkeypatch)
+    assert Finder().files(BIG).target == newer
+
+
+@pytest.mark.parametrize("second", ["nothing", "a dangling link", "an unfinished blob"])
+def test_incomplete_snapshots_of_other_programs(big, second, tiny_target, monkeypatch):
+    """They note the newest commit before they have its files."""
+    content = {"a dangling link": {PARTS[1]: None}, "an unfinished blob": {PARTS[1]: "f" * 64}}
+    snapshot(BIG, NEWER, **{PARTS[0]: b"GGUF"}, **content.get(second, {}))
+    unfinished = hub.repo_folder(BIG) / "blobs" / f"{'f' * 64}.incomplete"
+    unfinished.write_bytes(tiny_target.gguf.read_bytes()[:1000])
+    unreachable(monkeypatch)
+    for name in (BIG, f"{BIG}:Q4_K_M", f"{BIG}/{PARTS[0]}"):
+        assert Finder().files(name).target == big
+    os.unlink(big.with_name(PARTS[1]))  # no snapshot is complete any more
+    assert "cannot be reached" in refused(BIG)
+
+
+def test_the_newest_complete_snapshot_is_the_one(big, tiny_target, monkeypatch):
+    data = tiny_target.gguf.read_bytes()
+    for age, commit in ((300, "b" * 40), (100, "c" * 40), (200, "d" * 40)):
+        root = snapshot(BIG, commit, **dict.fromkeys(PARTS, data))
+        os.utime(root, (root.stat().st_mtime - age,) * 2)
+    os.utime(big.parent, (1e9, 1e9))
+    snapshot(BIG, NEWER, **{PARTS[0]: data})
+    unreachable(monkeypatch)
+    assert Finder().files(BIG).target.parent.name == "c" * 40
+    snapshot(BIG, "b" * 40)  # what "main" is known to lead to comes before its age
+    assert Finder().files(BIG).target.parent.name == "b" * 40
+
+
+def test_another_file_of_a_newer_commit_hides_none(published, monkeypatch):
+    first = Finder().files(f"{GGUFS}:Q4_K_M").target
+    republish(published, GGUFS)
+    second = Finder().files(f"{GGUFS}:Q8_0").target
+    assert (first.parent.name, second.parent.name) == (COMMIT, NEWER)
+    unreachable(monkeypatch)
+    assert Finder().files(f"{GGUFS}:Q4_K_M").target == first
+    assert Finder().files(f"{GGUFS}/{FILE}").target == first
+    assert Finder().files(f"{GGUFS}:Q8_0").target == second
+
+
+def test_a_single_file_that_broke_off_hides_none(published, monkeypatch):
+    first = Finder().files(f"{GGUFS}:Q8_0").target
+    republish(published, GGUFS)
+    broken_off(published, "Tiny-Q8_0.gguf", monkeypatch, f"{GGUFS}:Q8_0")
+    assert list((hub.repo_folder(GGUFS) / "blobs").glob("*.incomplete"))
+    # The hub is asked which file is meant, and the one it names does not come.
+    published.repos[GGUFS].pop(FILE)
+    published.listed[GGUFS].remove(FILE)
+    said: list[str] = []
+    with monkeypatch.context() as m:
+        m.setattr(hub, "fetch", lambda *_a, **_k: (_ for _ in ()).throw(hub.UnreachableError("x")))
+        assert Finder(said.append).files(GGUFS).target == first
+    assert said[-1] == "x; using what is here"
+    unreachable(monkeypatch)
+    assert Finder().files(f"{GGUFS}:Q8_0").target == first
+    first.unlink()
+    first.symlink_to(tmp := hub.repo_folder(GGUFS) / "blobs" / "gone")
+    assert not tmp.exists()
+    assert "cannot be reached" in refused(f"{GGUFS}:Q8_0")
+
+
+def test_other_branches_and_tags_stay_apart(published, monkeypatch):
+    at = "https://huggingface.co/" + GGUFS + "/blob/{}/Tiny-Q8_0.gguf"
+    tagged = Finder().files(at.format("v1")).target
+    unreachable(monkeypatch)
+    assert Finder().files(f"{GGUFS}:Q8_0").target == tagged  # all there is
+    snapshot(GGUFS, NEWER, **{"Tiny-Q8_0.gguf": None})
+    assert "cannot be reached" in refused(f"{GGUFS}:Q8_0")  # "main" was never that
+    assert Finder().files(at.format("v1")).target == tagged
+    root = snapshot(GGUFS, NEWER, **{"Tiny-Q4_K_M.gguf": b"GGUF"})
+    (hub.repo_folder(GGUFS) / "refs" / "v1").write_text(NEWER)
+    assert "cannot be reached" in refused(at.format("v1"))  # nor "v1" what "main" was
+    assert root.is_dir()
+
+
+def test_a_drafter_that_broke_off_hides_none(published, tiny_target, tiny_drafter, tmp_path,
+                                             monkeypatch):  # fmt: skip
+    folder = tmp_path / "ready"
+    folder.mkdir()
+    shutil.copy(tiny_drafter("vanilla")[1], folder / "d-q8_0.gguf")
+    published.publish("org/ready", folder)
+    target = tiny_target.gguf
+    names = ("org/ready", "org/ready:q8_0")
+    first = Finder().files(target, names[0]).drafter
+    republish(published, "org/ready")
+    for name in names:
+        broken_off(published, "d-q8_0.gguf", monkeypatch, str(target), name)
+    snapshot("org/ready", NEWER, **{"d-q8_0.gguf": None})
+    with monkeypatch.context() as m:
+        unreachable(m)
+        for name in names:
+            assert Finder().files(target, name).drafter == first
+    newer = Finder(update=True).files(target, names[0]).drafter  # the link is mended
+    assert newer.parent.name == NEWER and newer.read_bytes().endswith(b"newer")
+
+
+@pytest.mark.parametrize("name", ["org/two", "org/two/d.gguf"])
+def test_a_drafter_in_two_files(published, tiny_target, tiny_drafter, tmp_path, name, monkeypatch):
+    """Its heads come with it, and before it: where its file is, nothing is missing."""
+    folder = tmp_path / "two"
+    folder.mkdir()
+    ready = tiny_drafter("gated")[1]
+    shutil.copy(ready, folder / "d.gguf")
+    shutil.copy(heads_path(ready), folder / "d.heads.gguf")
+    published.publish("org/two", folder)
+    target = tiny_target.gguf
+    for file in ("d.heads.gguf", "d.gguf"):
+        broken_off(published, file, monkeypatch, str(target), name, update=False)
+        with monkeypatch.context() as m:
+            unreachable(m)
+            assert "cannot be reached" in refused(str(target), name)
+    found = Finder().files(target, name)
+    found.check()
+    assert found.drafter.name == "d.gguf"
+    unreachable(monkeypatch)
+    assert Finder().files(target, name) == found
+
+
+def test_a_checkpoint_that_broke_off_makes_no_drafter(published, monkeypatch):
+    first = Finder().files(NAME).drafter
+    weights = published.repos[DRAFTER]["model.safetensors"]
+    published.repos[DRAFTER]["model.safetensors"] = weights[:-1] + bytes([weights[-1] ^ 1])
+    published.commit = NEWER
+    broken_off(published, "model.safetensors", monkeypatch, NAME)
+    assert list(first.parent.glob("*.gguf")) == [first]  # no newer name for older weights
+    with monkeypatch.context() as m:
+        unreachable(m)
+        assert Finder().files(NAME).drafter == first
+        assert Finder(update=True).files(NAME).drafter == first
+    newer = Finder(update=True).files(NAME).drafter
+    assert newer.name.startswith(NEWER[:12])
+
+
+def test_a_link_to_nothing_is_not_listed(published, monkeypatch):
+    target = Finder().files(NAME).target
+    os.unlink(os.path.realpath(target))
+    listed = json.loads(CliRunner().invoke(cli, ["models", "--json"]).stdout)[1]
+    assert not listed["ready"] and not listed["target"]["downloaded"]
+    assert listed["target"]["path"] is None
+    assert Finder().files(NAME).target.exists()
 
 
 def test_drafters_of_any_target(published, tiny_target, tiny_drafter, tmp_path):

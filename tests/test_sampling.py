@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localspec.errors import LocalspecError
-from localspec.sampling import Sampler, SamplingParams, draw, penalize, target_distribution
+from localspec.sampling import Sampler, SamplingParams, adjust, draw, penalize, target_distribution
 
 F = np.float32
 
 
 def slow(logits, params: SamplingParams, history) -> dict[int, float]:
-    """llama.cpp's order: penalties, top-k, top-p, min-p, temperature; token by token."""
+    """llama.cpp's order: bias, penalties, top-k, top-p, min-p, temperature; token by token."""
     z = [float(x) for x in logits]
+    for token, value in params.logit_bias.items():
+        z[token] += value
     n = params.penalty_window
     recent = list(history) if n < 0 else list(history)[len(history) - min(n, len(history)) :]
     for token in set(recent):
@@ -57,6 +59,7 @@ settings_of_users = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.8, -0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.6, -0.4]),
     penalty_window=st.sampled_from([-1, 0, 1, 3, 64]),
+    logit_bias=st.sampled_from([{}, {}, {0: 1.5}, {0: -100, 1: 0.25}]),
 )
 
 
@@ -105,6 +108,52 @@ def test_penalties_count_only_the_window():
     params = SamplingParams(presence_penalty=1, frequency_penalty=0.25, penalty_window=-1)
     assert penalize(logits, params, [2, 2, 0]).tolist() == [0.75, -2, -0.5]
     assert penalize(logits, SamplingParams(), [0]) is logits
+
+
+def test_a_bias_comes_first_and_decides():
+    logits = np.array([2.0, -2.0, 1.0, 0.0], F)
+    params = SamplingParams(logit_bias={0: -4, 2: 0.5}, repetition_penalty=2)
+    assert adjust(logits, params, [0, 2]).tolist() == [-4, -2, 0.75, 0]
+    assert logits.tolist() == [2, -2, 1, 0]
+    for temperature in (0.0, 1.0):
+        ban = SamplingParams(temperature=temperature, logit_bias={0: -100, 3: np.float32(-100)})
+        p = target_distribution(logits, ban)
+        assert p[[0, 3]].max() < 1e-40 and p.argmax() == 2
+        only = SamplingParams(temperature=temperature, logit_bias={np.int64(1): 100})
+        assert target_distribution(logits, only)[1] == pytest.approx(1)
+        assert Sampler(only, [0]).choose(logits) == 1
+    # Truncation sees what the bias made of them.
+    top = SamplingParams(temperature=1, top_k=1, logit_bias={1: 5})
+    assert target_distribution(logits, top).tolist() == [0, 1, 0, 0]
+    # Candidates of a draft are numbered in another way.
+    drafts = Sampler(only, [0]).draft_distribution(logits)
+    assert drafts.argmax() == 0
+
+
+def test_what_is_no_bias():
+    for bias, why in (
+        ([1, 2], "must map token ids"),
+        (None, "must map token ids"),
+        ({-1: 1}, "no token id"),
+        ({"7": 1}, "no token id"),
+        ({True: 1}, "no token id"),
+        ({1.0: 1}, "no token id"),
+        ({7: "x"}, "token 7 needs a number"),
+        ({7: True}, "token 7 needs a number"),
+        ({7: None}, "token 7 needs a number"),
+        ({7: math.nan}, "between -100 and 100, but token 7"),
+        ({7: -math.inf}, "between -100 and 100"),
+        ({7: 100.5}, "between -100 and 100"),
+        (dict.fromkeys(range(1025), 1), "at most 1024"),
+    ):
+        with pytest.raises(LocalspecError, match=why) as caught:
+            SamplingParams(logit_bias=bias)
+        assert "\n" not in str(caught.value)
+    given = {3: 1}
+    params = SamplingParams(logit_bias=given)
+    given[3] = 99
+    assert params.logit_bias == {3: 1.0}
+    assert params != SamplingParams() and isinstance(hash(params), int)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 5e-324])

@@ -264,6 +264,29 @@ def test_a_fresh_seed_gives_another_text(client: openai.OpenAI):
     assert len(texts) == 4
 
 
+def test_a_logit_bias(client: openai.OpenAI, reference: Engine):
+    free = chat(client, "biased", max_tokens=25)
+    ids = reference.tokenize(free.choices[0].message.content)
+    bias: dict[str, Any] = {str(max(set(ids), key=ids.count)): -100, "90": 2.5}
+    given = {int(t): float(v) for t, v in bias.items()}
+    for options in ({}, {"temperature": 1.1, "seed": 5}):
+        result = expected(
+            reference, "biased", params=SamplingParams(logit_bias=given, **options), max_tokens=25
+        )  # type: ignore[arg-type]
+        found = chat(client, "biased", logit_bias=bias, max_tokens=25, **options)
+        assert found.choices[0].message.content == result.text
+        chunks = chat(client, "biased", logit_bias=bias, max_tokens=25, stream=True, **options)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == result.text
+        assert found.choices[0] != chat(client, "biased", max_tokens=25, **options).choices[0]
+        text = client.completions.create(
+            model="x", prompt="so: ", logit_bias=bias, max_tokens=20, **options
+        )
+        params = SamplingParams(logit_bias=given, **options)  # type: ignore[arg-type]
+        plain = reference.complete("so: ", params, max_tokens=20, draft=TREE)
+        assert text.choices[0].text == plain.text
+    assert chat(client, "biased", logit_bias={}, max_tokens=25).choices == free.choices
+
+
 def test_where_an_answer_ends(client: openai.OpenAI):
     whole = chat(client, max_tokens=40).choices[0].message.content
     stop = whole[10:13]
@@ -388,6 +411,74 @@ def test_any_json_object_and_grammars(client: openai.OpenAI):
     assert chat(client, response_format={"type": "text"}, max_tokens=5).choices
 
 
+NOTHING = '"\\x00"'  # llama.cpp takes no token that says it
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_no_answer_can_begin_with(client: openai.OpenAI, stream: bool):
+    asked = {"stream": stream, "extra_body": {"grammar": f"root ::= {NOTHING}"}}
+    for ask in (
+        lambda: chat(client, **asked),
+        lambda: client.completions.create(model="x", prompt="so", **asked),
+    ):
+        with pytest.raises(openai.BadRequestError) as e:
+            ask()
+        assert (e.value.param, e.value.code) == ("grammar", "invalid_grammar")
+        assert "change what must come first" in e.value.message
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_grammar_that_leads_nowhere(
+    server: Running, client: openai.OpenAI, caplog: pytest.LogCaptureFixture, temperature: float
+):
+    """Known when the answer gets there: status 400, or the last event of a stream."""
+    grammar = f'root ::= "yes " [a-z]{{5}} {NOTHING}'
+    asked = {"temperature": temperature, "seed": 1, "extra_body": {"grammar": grammar}}
+    for ask in (
+        lambda: chat(client, **asked),
+        lambda: client.completions.create(model="x", prompt="so", **asked),
+    ):
+        with pytest.raises(openai.BadRequestError) as e:
+            ask()
+        assert (e.value.param, e.value.code) == ("grammar", "invalid_grammar")
+        assert "after what was said" in e.value.message
+    for chunks in (
+        chat(client, stream=True, **asked),
+        client.completions.create(model="x", prompt="so", stream=True, **asked),
+    ):
+        text = ""
+        with pytest.raises(openai.APIError, match="after what was said") as error:
+            for chunk in chunks:
+                choice = chunk.choices[0]
+                text += (choice.delta.content or "") if hasattr(choice, "delta") else choice.text
+        assert re.fullmatch("yes [a-z]{5}", text)
+        assert error.value.type == "invalid_request_error"
+        assert (error.value.param, error.value.code) == ("grammar", "invalid_grammar")
+    body = {"messages": user("x"), "grammar": grammar, "stream": True}
+    raw = httpx.post(f"{server.url}/v1/chat/completions", json=body, trust_env=False)
+    assert raw.status_code == 200 and raw.text.endswith("data: [DONE]\n\n")
+    assert not caplog.records  # nothing for the server's log
+    assert chat(client, max_tokens=3).choices[0].finish_reason == "length"
+
+
+def test_a_schema_that_the_vocabulary_cannot_spell(
+    server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+):
+    """As for a tokenizer that lacks characters: tokens with these have no text here."""
+    model = server.service.engine.model
+    known = model.silent_tokens
+    for missing, problem in (("{", "first"), (":", "after what was said")):
+        silent = known.copy()
+        for token in range(model.n_vocab):
+            silent[token] |= missing in model.text([token])
+        monkeypatch.setitem(vars(model), "silent_tokens", silent)
+        form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
+        with pytest.raises(openai.BadRequestError, match=problem) as e:
+            chat(client, response_format=form)
+        assert e.value.code == "invalid_grammar"
+        assert e.value.param.split(".")[0] == "response_format"
+
+
 # ---- tools
 
 
@@ -510,7 +601,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 33}, "stop"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"logit_bias": {"1": 100.5}}, "logit_bias.1"),
+    ({"logit_bias": {"1": "5"}}, "logit_bias.1"),
+    ({"logit_bias": {"1": None}}, "logit_bias.1"),
+    ({"logit_bias": {"-1": 5}}, "logit_bias"),
+    ({"logit_bias": {"320": 5}}, "logit_bias"),  # the vocabulary ends before
+    ({"logit_bias": {"hello": 5}}, "logit_bias"),
+    ({"logit_bias": [[1, 5]]}, "logit_bias"),
+    ({"logit_bias": {str(t): 1 for t in range(1025)}}, "logit_bias"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"functions": [{}]}, "functions"),
@@ -561,6 +659,32 @@ def test_refusals_name_the_field(server: Running):
             assert client.post("/v1/chat/completions", content=body).status_code == 200
         unknown = OK | {"some_other_servers": {"option": 1}, "store": True, "metadata": {"a": "b"}}
         assert client.post("/v1/chat/completions", json=unknown).status_code == 200
+
+
+def test_refusals_say_what_to_do_instead(server: Running):
+    """What OpenAI has and this server has not."""
+    with httpx.Client(base_url=f"{server.url}/v1", trust_env=False) as client:
+        for path, change, message in (
+            ("chat/completions", {"n": 2}, "n must be 1, not 2; ask again for every further"),
+            ("completions", {"n": 3}, "n must be 1, not 3; ask again for every further"),
+            ("completions", {"best_of": 2}, "best_of must be 1, not 2; ask again for every"),
+            ("completions", {"echo": True}, "echo must be false, not true; put the prompt in"),
+            ("completions", {"suffix": "b"}, "suffix has 1 characters; at most 0 are allowed; w"),
+            ("chat/completions", {"functions": [{}]},
+                "functions has 1 items; at most 0 are allowed; use tools"),
+            ("chat/completions", {"logit_bias": {"5": -101}}, "logit_bias.5 must be at least -100"),
+            ("completions", {"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token of this model; "
+                "name tokens by their ids, 0 to 319"),
+        ):  # fmt: skip
+            response = client.post(f"/{path}", json=OK | {"prompt": "a"} | change)
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+            assert error["message"].startswith(message), error
+            assert error["param"].split(".")[0] == next(iter(change))
+        # As clients send them that write every field down.
+        plain = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "logit_bias": None}
+        body = {"prompt": "a", "max_tokens": 2, **plain}
+        assert client.post("/completions", json=body).status_code == 200
 
 
 def test_refusals_come_as_the_packages_exceptions(client: openai.OpenAI):

@@ -73,7 +73,7 @@ class Peer:
             raise LocalspecError(
                 f"{command[0]} failed with status {done.returncode}: {_last_line(done.stderr)}"
             )
-        sample = parse_speculative(log) if options.n_max else parse_plain(log)
+        sample = parse_plain(log) if options.plain else parse_speculative(log)
         if sample is None:
             raise LocalspecError(
                 f"{command[0]} printed no timings that are known here; build it from the "
@@ -84,7 +84,7 @@ class Peer:
     def _command(
         self, options: PeerOptions, file: Path, max_tokens: int, temperature: float, seed: int
     ) -> list[str]:
-        name = SPECULATIVE if options.n_max else PLAIN
+        name = PLAIN if options.plain else SPECULATIVE
         command: list[object] = [
             self.programs[name], "-m", self.target, "-f", file, "-n", max_tokens, "--no-escape",
             "-c", self.n_ctx, "-b", self.n_ctx, "-ctk", self.kv_type, "-ctv", self.kv_type,
@@ -100,7 +100,9 @@ class Peer:
                 "-md", self.drafter, "--spec-type", "draft-dspark",
                 "--spec-draft-n-max", options.n_max, "--spec-draft-p-min", options.p_min,
             ]  # fmt: skip
-        else:
+        if options.ngram:
+            command += ["--spec-type", options.ngram]
+        if options.plain:
             command += ["-no-cnv", "--no-display-prompt"]
         return [str(part) for part in command]
 
@@ -115,7 +117,7 @@ def find_programs(settings: Sequence[Setting], folder: str | Path | None) -> dic
     Raises:
         LocalspecError: one is missing.
     """
-    names = {(SPECULATIVE if s.peer.n_max else PLAIN) for s in settings if s.peer is not None}
+    names = {(PLAIN if s.peer.plain else SPECULATIVE) for s in settings if s.peer is not None}
     found = {n: shutil.which(n, path=None if folder is None else str(folder)) for n in names}
     missing = sorted(name for name, path in found.items() if path is None)
     if missing:

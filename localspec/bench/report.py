@@ -27,11 +27,13 @@ class Against:
     ratio: float
 
 
+_DRAFTED = tuple(f"llama.cpp:{digit}" for digit in "123456789")
 # A group of settings -> which names belong to it.
 GROUPS: dict[str, Callable[[str], bool]] = {
     "plain": lambda name: name == PLAIN.name,
     "best fixed": lambda name: name in ("chain", "tree") or name.startswith("fixed:"),
-    "llama.cpp's best draft": lambda n: n.startswith("llama.cpp:") and n != "llama.cpp:0",
+    "llama.cpp's best draft": lambda name: name.startswith(_DRAFTED),
+    "llama.cpp's best n-gram": lambda name: name.startswith("llama.cpp:ngram-"),
     "llama.cpp plain": lambda name: name == "llama.cpp:0",
 }
 

@@ -11,7 +11,12 @@ from localspec.errors import LocalspecError
 TREE_NODES, TREE_WIDTH = 31, 4
 # llama.cpp's own default is 3; the others show which way its best lies.
 PEER_SWEEP = (1, 3, 7)
-_KNOWN = "plain, auto, chain, tree, fixed:NxK, llama.cpp, llama.cpp:N, llama.cpp:N@P"
+# What llama.cpp drafts from the text alone, with its own settings.
+PEER_NGRAMS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+_KNOWN = (
+    "plain, auto, chain, tree, fixed:NxK, llama.cpp, llama.cpp:N, llama.cpp:N@P, "
+    "llama.cpp:ngram-..."
+)
 
 
 @dataclass(frozen=True)
@@ -19,12 +24,19 @@ class PeerOptions:
     """A setting of llama.cpp's programs.
 
     Attributes:
-        n_max: `--spec-draft-n-max`; 0 is its plain decoding.
+        n_max: `--spec-draft-n-max` of `draft-dspark`; 0 asks no drafter.
         p_min: `--spec-draft-p-min`.
+        ngram: a `--spec-type` that needs no drafter, one of `PEER_NGRAMS`; empty without.
     """
 
     n_max: int
     p_min: float = 0.0
+    ngram: str = ""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is llama.cpp's plain decoding."""
+        return not self.n_max and not self.ngram
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,8 @@ def parse_settings(names: str, *, depths: int) -> list[Setting]:
     plain and auto; chain: one path as deep as the drafter goes; tree: 31 nodes, width 4;
     fixed:NxK: N nodes, width K, every round; llama.cpp:N@P: llama.cpp's `draft-dspark` with
     `--spec-draft-n-max N` and `--spec-draft-p-min P` (0 when left out); llama.cpp:0: its plain
-    decoding; llama.cpp: its plain decoding and n-max 1, 3 and 7.
+    decoding; llama.cpp: its plain decoding and n-max 1, 3 and 7; llama.cpp:ngram-mod and the other
+    `PEER_NGRAMS`: its drafts from the text alone.
 
     Args:
         names: e.g. "plain,chain,llama.cpp".
@@ -100,4 +113,7 @@ def _parse(name: str, depths: int) -> list[Setting]:
         if p_min > 1:
             raise LocalspecError(f"{name!r} is out of range; P is a probability")
         return [Setting(name, peer=PeerOptions(int(peer[1]), p_min))]
+    ngram = name.removeprefix("llama.cpp:")
+    if ngram != name and ngram in PEER_NGRAMS:
+        return [Setting(name, peer=PeerOptions(0, ngram=ngram))]
     raise LocalspecError(f"{name!r} is nothing to compare with; known are {_KNOWN}")

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAMES",
     help="Settings to compare with, separated by commas: plain, auto, chain, tree, "
-    "fixed:NxK, llama.cpp, llama.cpp:N@P.",
+    "fixed:NxK, llama.cpp, llama.cpp:N@P, llama.cpp:ngram-mod.",
 )
 @click.option(
     "-n",
@@ -105,7 +105,7 @@ def bench(
     Runs plain decoding, the auto policy and whatever --against names on every prompt, turn by
     turn, and prints medians and ratios. Beside what `generate` can do: fixed:7x4 verifies 7 nodes
     of width 4 every round, llama.cpp:3@0.5 is llama.cpp's own program with n-max 3 and p-min 0.5,
-    llama.cpp:0 its plain decoding.
+    llama.cpp:0 its plain decoding, llama.cpp:ngram-mod its drafts from repeats in the text.
 
     \b
     localspec bench --prompts gsm8k.jsonl --against chain,tree --html report.html

@@ -62,6 +62,7 @@ def generate(
     """
     from localspec.cli.chatui.clean import printable
     from localspec.engine import Result
+    from localspec.errors import LocalspecError
 
     # A file gets what the model wrote; a terminal nothing that could steer it.
     piped = sys.stdout is None or not sys.stdout.isatty()
@@ -77,12 +78,17 @@ def generate(
             _print_trees(engine)
         text = prompt if raw else _templated(engine, prompt, system)
         result = Result()
-        for step in engine.generate(
-            text, params, max_tokens=max_tokens, draft=draft, stop=stop, grammar=allowed
-        ):
-            result.add(step)
-            if not as_json:
-                click.echo(step.text if piped else printable(step.text), nl=False)
+        try:
+            for step in engine.generate(
+                text, params, max_tokens=max_tokens, draft=draft, stop=stop, grammar=allowed
+            ):
+                result.add(step)
+                if not as_json:
+                    click.echo(step.text if piped else printable(step.text), nl=False)
+        except LocalspecError:
+            if result.text and not as_json:
+                click.echo()  # the error gets a line of its own
+            raise
         click.echo(json.dumps(as_dict(result)) if as_json else "")
 
 

@@ -17,7 +17,7 @@ from localspec.grammar import Grammar
 from localspec.server import token_logprobs
 from localspec.server.errors import ApiError
 from localspec.server.messages import for_template
-from localspec.server.requests import Wanted, grammar_of, made, read, wanted
+from localspec.server.requests import Wanted, grammar_from, grammar_of, made, read, wanted
 from localspec.server.schema import CHAT_REQUEST
 from localspec.server.security import client_of
 from localspec.server.service import Job, Service
@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     body = await read(request, CHAT_REQUEST)
-    ask = wanted(body, service.params, None)
+    ask = wanted(body, service.params, None, service.engine.model.n_vocab)
     answer = await asyncio.to_thread(_prepare, service, body, ask)
     client = client_of(request.scope, ask.user)
     if ask.stream:
@@ -100,6 +100,7 @@ def _prepare(service: Service, body: Mapping[str, Any], ask: Wanted) -> _Answer:
     job = Job(
         ids, text + begun, ask.params, ask.max_tokens, ask.stop, grammar,
         int(body.get("top_logprobs", 0)) if body.get("logprobs") else None,
+        "tools" if tools else grammar_from(body),
     )  # fmt: skip
     single = body.get("parallel_tool_calls") is False or isinstance(body.get("tool_choice"), dict)
     return _Answer(service, job, reader, single)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from localspec.server import token_logprobs
 from localspec.server.errors import ApiError
-from localspec.server.requests import Wanted, grammar_of, read, wanted
+from localspec.server.requests import Wanted, grammar_from, grammar_of, read, wanted
 from localspec.server.schema import COMPLETION_REQUEST
 from localspec.server.security import client_of
 from localspec.server.service import Job, Service
@@ -30,7 +30,7 @@ async def completions(request: Request) -> Response:
     """Continue a text."""
     service: Service = request.app.state.service
     body = await read(request, COMPLETION_REQUEST)
-    ask = wanted(body, service.params, DEFAULT_MAX_TOKENS)
+    ask = wanted(body, service.params, DEFAULT_MAX_TOKENS, service.engine.model.n_vocab)
     answer = await asyncio.to_thread(_prepare, service, body, ask)
     client = client_of(request.scope, ask.user)
     if ask.stream:
@@ -63,6 +63,7 @@ def _prepare(service: Service, body: Mapping[str, Any], ask: Wanted) -> _Answer:
         ask.stop,
         grammar_of(body, service.engine.model),
         logprobs,
+        grammar_from(body),
     )
     return _Answer(service, job)
 

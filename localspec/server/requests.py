@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from localspec.grammar import Grammar
 from localspec.llama import Model
 from localspec.sampling import SamplingParams
 from localspec.server.errors import ApiError, refused
-from localspec.server.schema import Schema
+from localspec.server.schema import INSTEAD, Schema
 from localspec.server.validate import Invalid, check
 from localspec.server.wire import loads
 
@@ -68,17 +69,22 @@ def _checked(data: bytes, schema: Schema) -> Body:
     try:
         check(body, schema)
     except Invalid as e:
-        raise ApiError(str(e), param=e.param or None, code="invalid_value") from e
+        field = schema["properties"].get(re.split(r"[.\[]", e.param)[0], {})
+        instead = f"; {field[INSTEAD]}" if INSTEAD in field else ""
+        raise ApiError(f"{e}{instead}", param=e.param or None, code="invalid_value") from e
     return {name: value for name, value in body.items() if value is not None}
 
 
-def wanted(body: Mapping[str, Any], defaults: SamplingParams, max_tokens: int | None) -> Wanted:
+def wanted(
+    body: Mapping[str, Any], defaults: SamplingParams, max_tokens: int | None, n_vocab: int
+) -> Wanted:
     """The common part.
 
     Args:
         body: the request.
         defaults: sampling where the request leaves it out.
         max_tokens: the same for the length.
+        n_vocab: tokens that the model has.
 
     Raises:
         ApiError: values that do not go together.
@@ -94,7 +100,7 @@ def wanted(body: Mapping[str, Any], defaults: SamplingParams, max_tokens: int | 
     if options and not body.get("stream"):
         raise ApiError("stream_options needs stream: true", param="stream_options")
     return Wanted(
-        params=_params(body, defaults),
+        params=_params(body, defaults, n_vocab),
         max_tokens=None if max_tokens == -1 else max_tokens,
         stop=tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s),
         stream=bool(body.get("stream")),
@@ -103,7 +109,7 @@ def wanted(body: Mapping[str, Any], defaults: SamplingParams, max_tokens: int | 
     )
 
 
-def _params(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+def _params(body: Mapping[str, Any], defaults: SamplingParams, n_vocab: int) -> SamplingParams:
     changes: dict[str, Any] = {}
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
         if name in body:
@@ -116,10 +122,24 @@ def _params(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams
     if "seed" in body:
         seed = int(body["seed"])
         changes["seed"] = None if seed == -1 else seed % 2**64
+    if "logit_bias" in body:
+        changes["logit_bias"] = _bias(body["logit_bias"], n_vocab)
     try:
         return replace(defaults, **changes)
     except LocalspecError as e:
         raise refused(e, next((n for n in changes if str(e).startswith(n)), None)) from e
+
+
+def _bias(given: Mapping[str, float], n_vocab: int) -> dict[int, float]:
+    """OpenAI's `logit_bias`: names are token ids in JSON."""
+    for name in given:
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", name) or int(name) >= n_vocab:
+            raise ApiError(
+                f"logit_bias: {name[:40]!r} is no token of this model; name tokens by their ids, "
+                f"0 to {n_vocab - 1}",
+                param="logit_bias",
+            )
+    return {int(name): float(value) for name, value in given.items()}
 
 
 def grammar_of(body: Mapping[str, Any], model: Model) -> Grammar | None:
@@ -149,6 +169,11 @@ def grammar_of(body: Mapping[str, Any], model: Model) -> Grammar | None:
     return None
 
 
+def grammar_from(body: Mapping[str, Any]) -> str:
+    """The field that `grammar_of` reads."""
+    return "grammar" if "grammar" in body else "response_format"
+
+
 def made(param: str, make: Callable[[Any], Grammar], source: Any, model: Model) -> Grammar:
     """A grammar that this model can follow.
 
@@ -159,7 +184,7 @@ def made(param: str, make: Callable[[Any], Grammar], source: Any, model: Model) 
         model: the target.
 
     Raises:
-        ApiError: it is not valid, or names tokens that the model does not have.
+        ApiError: it is not valid, or the model has no token to begin its texts with.
     """
     try:
         grammar = make(source)

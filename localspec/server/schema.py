@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from localspec.sampling import MOST_BIAS, MOST_BIASED
+
 Schema = dict[str, Any]
+
+INSTEAD = "x-instead"
 
 _LARGE = 2**31 - 1
 _MAX_TEXT = 16 * 2**20
@@ -29,6 +33,11 @@ def _whole(low: int, high: int, about: str, **more: Any) -> Schema:
 
 def _flag(about: str, **more: Any) -> Schema:
     return {"type": ["boolean", "null"], "description": about, **more}
+
+
+def _instead(what: str) -> Schema:
+    """What those can do who ask for something that is refused; `requests.read` says it to them."""
+    return {INSTEAD: what}
 
 
 _NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[a-zA-Z0-9_-]+$"}
@@ -169,7 +178,12 @@ _COMMON: dict[str, Schema] = {
         _LARGE,
         "Most tokens of the answer; -1: until it or the context ends.",
     ),
-    "n": _whole(1, 1, "Answers per request: one."),
+    "n": _whole(
+        1,
+        1,
+        "Answers per request: one.",
+        **_instead("ask again for every further answer, with another seed"),
+    ),
     "stream": _flag("Send the answer while it is being written, as server-sent events."),
     "stream_options": {
         "type": ["object", "null"],
@@ -186,8 +200,10 @@ _COMMON: dict[str, Schema] = {
     },
     "logit_bias": {
         "type": ["object", "null"],
-        "maxProperties": 0,
-        "description": "Not supported: empty or null.",
+        "maxProperties": MOST_BIASED,
+        "additionalProperties": {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS},
+        "description": "Token ids, and what to add to their logits before anything else: -100 "
+        "bans a token, 100 leaves no other one a chance.",
     },
     "user": {"type": ["string", "null"], "description": "Whose turn it is: users take turns."},
 }
@@ -216,6 +232,7 @@ CHAT_REQUEST: Schema = {
         "functions": {
             "anyOf": [{"type": "array", "maxItems": 0}, {"type": "null"}],
             "description": "The old name of tools; not supported.",
+            **_instead("use tools"),
         },
         "chat_template_kwargs": {
             "type": ["object", "null"],
@@ -261,12 +278,16 @@ COMPLETION_REQUEST: Schema = {
             "type": ["boolean", "null"],
             "enum": [False, None],
             "description": "Not supported: false or null.",
+            **_instead("put the prompt in front of the answer yourself"),
         },
-        "best_of": _whole(1, 1, "One."),
+        "best_of": _whole(
+            1, 1, "One.", **_instead("ask again for every further answer, with another seed")
+        ),
         "suffix": {
             "type": ["string", "null"],
             "maxLength": 0,
             "description": "Not supported: empty or null.",
+            **_instead("write what comes before and after into the prompt, as the model knows it"),
         },
     },
 }

@@ -13,7 +13,7 @@ from localspec._version import __version__
 from localspec.chat import chat_template
 from localspec.drafting import DraftOptions
 from localspec.engine import Engine
-from localspec.errors import LocalspecError
+from localspec.errors import DeadEndError, LocalspecError
 from localspec.grammar import Grammar
 from localspec.sampling import SamplingParams
 from localspec.server.answers import Answers
@@ -37,6 +37,7 @@ class Job:
         stop: strings that end it.
         grammar: what it must look like.
         logprobs: log probabilities of the tokens and so many alternatives.
+        grammar_from: the field of the request that the grammar comes from.
     """
 
     ids: list[int]
@@ -46,6 +47,7 @@ class Job:
     stop: tuple[str, ...] = ()
     grammar: Grammar | None = None
     logprobs: int | None = None
+    grammar_from: str | None = None
 
 
 @dataclass
@@ -133,7 +135,7 @@ class Service:
             client: whose request it is.
 
         Raises:
-            ApiError: too many are waiting, or the server is stopping.
+            ApiError: too many are waiting, the server is stopping, or the grammar leads nowhere.
         """
         asked = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
@@ -165,8 +167,11 @@ class Service:
                     if step.finish_reason == "cancelled":
                         raise ApiError("the server is stopping", status=503, code="stopping")
                     yield step
+            except DeadEndError as e:
+                # Known only when the answer gets there.
+                raise ApiError(str(e), param=job.grammar_from, code="invalid_grammar") from e
             except LocalspecError as e:
-                # Everything that a request can get wrong was checked before.
+                # Everything else that a request can get wrong was checked before.
                 raise server_error(str(e)) from e
             finally:
                 if job.text is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from localspec.drafting import DraftOptions
 from localspec.engine import Engine
 from localspec.errors import LocalspecError
-from localspec.sampling import SamplingParams, penalize
+from localspec.sampling import SamplingParams, adjust
 from localspec.steps import Result
 
 Progress = Callable[[str], None]
@@ -107,7 +107,7 @@ def compare(
     if params.temperature == 0 and None not in pair:
         before = [*prompt, *plain.token_ids[:at]]
         engine.complete(before, max_tokens=1, draft=DraftOptions(tokens=0))
-        z = penalize(engine.last_logits, params, before)
+        z = adjust(engine.last_logits, params, before)
         gap = float(np.abs(z[pair[0]] - z[pair[1]]))
     return Comparison(plain, fast, at, (words[0], words[1]), gap)
 
