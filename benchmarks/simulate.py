@@ -104,7 +104,7 @@ def auto(traces: Sequence[Trace], machine: Machine, policy: AutoPolicy | None = 
             whole = estimated(trace.trees[at], policy) if asked else DraftTree.empty()
             tree = DraftTree.empty()
             if asked:
-                tree = policy.choose(whole, trace.start + at, drafted=True)
+                tree = policy.choose(whole, trace.start + at)
             n = matches(tree, trace.answer[at + 1 :])
             committed = trace.answer[at + 1 : at + n + 2]
             policy.last_size = len(tree) + 1

@@ -181,17 +181,17 @@ class Drafting:
             ask = self._auto.pacing.ask()
             paused, probing = not ask, losing and ask
         block, seconds = self._block(anchor, depth) if ask else (None, 0.0)
-        if block is None and not self._promising():
-            return Draft(DraftTree.empty(), len(self._branch), seconds, paused, probing)
-        odds = self._odds.odds(self._match, len(self._branch))
+        if block is None:
+            return self._from_context(nodes, seconds, paused, probing)
         rejects = self._sampler.params.rejects
+        odds = self._odds.odds(self._match, len(self._branch))
         if self._auto is None and rejects:
             tree = self._drawn(block, nodes, odds)
             return Draft(tree, len(tree), _seconds(block, seconds), chosen=len(tree))
         tree = self._likeliest(block, nodes, odds)
         drafted = chosen = len(tree)
         if self._auto is not None:
-            tree = self._auto.choose(tree, self._target.n_past, drafted=block is not None)
+            tree = self._auto.choose(tree, self._target.n_past)
             chosen = len(tree)
             if rejects:
                 # How many nodes to draw is decided on the drafter's distribution alone, before
@@ -206,15 +206,26 @@ class Drafting:
             chosen,
         )
 
-    def _promising(self) -> bool:
-        """Whether a branch from the context, all there is, deserves a closer look."""
-        if not self._branch:
-            return False
-        return self._auto is None or self._auto.promising(self._match, self._target.n_past)
+    def _from_context(self, nodes: int, seconds: float, paused: bool, probing: bool) -> Draft:
+        """The draft where the drafter is not asked: the branch, as far as it is worth it."""
+        branch = self._branch[:nodes]
+        none = Draft(DraftTree.empty(), len(branch), seconds, paused, probing)
+        depth, n = self._target.n_past, len(branch)
+        if not branch or (self._auto is not None and not self._auto.promising(self._match, depth)):
+            return none
+        odds = self._odds.odds(self._match, n)
+        if self._auto is not None:
+            n = self._auto.choose_branch(odds, depth)
+        if n == 0:
+            return none
+        if self._sampler.params.rejects:
+            tree = self._drawn(None, n, odds)
+        else:
+            tree = DraftTree.chain(branch[:n], np.cumsum(np.log(odds[:n])))
+        return replace(none, tree=tree, chosen=n)
 
-    def _likeliest(self, block: Block | EagleRollout | None, nodes: int, odds: Floats) -> DraftTree:
+    def _likeliest(self, block: Block | EagleRollout, nodes: int, odds: Floats) -> DraftTree:
         """The best nodes of drafter and context together; does not depend on chance."""
-        tree = DraftTree.empty()
         frontier = 1 if self._width == 1 else self._options.frontier
         calibrate = None if self._auto is None else self._auto.survival.log_odds
         if isinstance(block, EagleRollout):
@@ -226,7 +237,7 @@ class Drafting:
                 calibrate=calibrate,
                 state=self._sampler.state,
             )
-        elif block is not None:
+        else:
             tree = build_tree(
                 block,
                 self._heads,

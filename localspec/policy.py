@@ -431,14 +431,38 @@ class AutoPolicy:
             self._block_factor *= _bounded(ratio / self._block_factor, 0.5, 2.0) ** 0.5
             self.block_seconds = self._block_measured * _bounded(self._block_factor, 0.5, 16.0)
 
-    def choose(self, tree: DraftTree, context_depth: int, *, drafted: bool) -> DraftTree:
+    def choose(self, tree: DraftTree, context_depth: int) -> DraftTree:
         """The best part of a tree whose scores are log survival; possibly nothing.
 
         Args:
-            tree: everything that could be verified.
+            tree: everything that could be verified, of a round that asked the drafter.
             context_depth: committed tokens.
-            drafted: whether the drafter was asked this round.
         """
+        cost, plain = self._costs(context_depth)
+        fixed = self.host_seconds + self.block_seconds
+        survival = np.exp(np.sort(tree.score.astype(np.float64))[::-1])
+        pacing = self.pacing
+        usual = max(pacing.tokens / pacing.seconds if pacing.seconds else 0.0, 1 / plain)
+        n, rate = best_size(self.ranks.correct(survival), cost, fixed, usual)
+        seconds = fixed + float(cost[n])
+        pacing.observe(rate * seconds, seconds, plain, fixed + 2 * self.switch_seconds)
+        self._offered = tree
+        return tree.best(n)
+
+    def choose_branch(self, odds: Floats, context_depth: int) -> int:
+        """How many tokens of a branch from the context to verify, where that is all there is.
+
+        Args:
+            odds: [N] of its tokens, each given the one before.
+            context_depth: committed tokens.
+        """
+        cost, plain = self._costs(context_depth)
+        survival = np.asarray(np.cumprod(odds), np.float64)
+        n, rate = best_size(survival, cost, 0.0)
+        return n if rate * plain >= MARGIN else 0
+
+    def _costs(self, context_depth: int) -> tuple[Floats, float]:
+        """Seconds of the next pass over 1, 2, ... tokens, and of a pass of a plain stretch."""
         cost = self.curve.at(context_depth)
         plain = float(cost[0])
         # Passes of the last size reuse its graph. Leaving plain decoding for one round means to
@@ -447,25 +471,10 @@ class AutoPolicy:
         switches[0] = float(self.last_size != 1)
         if self.last_size <= len(cost):
             switches[self.last_size - 1] = 0.0
-        cost = cost + self.switch_seconds * switches
-        fixed = self.host_seconds + self.block_seconds if drafted else 0.0
-        survival = np.exp(np.sort(tree.score.astype(np.float64))[::-1])
-        if drafted:
-            pacing = self.pacing
-            usual = max(pacing.tokens / pacing.seconds if pacing.seconds else 0.0, 1 / plain)
-            n, rate = best_size(self.ranks.correct(survival), cost, fixed, usual)
-            seconds = fixed + float(cost[n])
-            probe = fixed + 2 * self.switch_seconds
-            pacing.observe(rate * seconds, seconds, plain, probe)
-        else:
-            n, rate = best_size(survival, cost, fixed)
-            if rate * plain < MARGIN:
-                n = 0
-        self._offered = tree if drafted else DraftTree.empty()
-        return tree.best(n)
+        return cost + self.switch_seconds * switches, plain
 
     def promising(self, length: int, context_depth: int) -> bool:
-        """Whether a branch after a match of some length deserves a closer look, by `choose`.
+        """Whether a branch after a match of some length deserves a look by `choose_branch`.
 
         Args:
             length: of the match.

@@ -188,10 +188,9 @@ def test_auto_takes_a_sure_branch_and_leaves_an_unlikely_one():
     auto = AutoPolicy(
         curve({1: 10.0, 2: 15.0, 4: 20.0, 8: 30.0}), block_seconds=0.0, host_seconds=0.0, depths=0
     )
-    chain = merge_branch(DraftTree.empty(), [1, 2, 3], np.log([0.99, 0.98, 0.97]).tolist())
-    assert len(auto.choose(chain, 10, drafted=False)) == 3
-    unlikely = merge_branch(DraftTree.empty(), [1, 2, 3], np.log([0.1, 0.05, 0.01]).tolist())
-    assert len(auto.choose(unlikely, 10, drafted=False)) == 0
+    assert auto.choose_branch(np.array([0.99, 0.99, 0.99]), 10) == 3
+    assert auto.choose_branch(np.array([0.99, 0.99, 0.05]), 10) == 2
+    assert auto.choose_branch(np.array([0.1, 0.5, 0.2]), 10) == 0
 
 
 def test_a_confident_drafter_that_is_wrong_is_left_alone_within_twenty_rounds():
@@ -201,7 +200,7 @@ def test_a_confident_drafter_that_is_wrong_is_left_alone_within_twenty_rounds():
     tree = DraftTree.chain([1, 2, 3], np.log([0.9, 0.85, 0.8]))
     sizes = []
     for _ in range(20):
-        sizes.append(len(auto.choose(tree, 10, drafted=True)))
+        sizes.append(len(auto.choose(tree, 10)))
         auto.learn_draft(tree, [9])
     assert sizes[0] == 3
     assert sizes[-5:] == [0] * 5
@@ -220,11 +219,8 @@ def test_no_branch_that_would_be_chosen_is_called_hopeless(
     )
     for n, right in seen:
         auto.context.observe(n, right)
-    odds = auto.context.odds(length, 7)
-    branch = merge_branch(DraftTree.empty(), list(range(7)), np.cumsum(np.log(odds)).tolist())
-    chosen = auto.choose(branch, 10, drafted=False)
-    promising = auto.promising(length, 10)
-    assert promising or not len(chosen)
+    chosen = auto.choose_branch(auto.context.odds(length, 7), 10)
+    assert auto.promising(length, 10) or not chosen
 
 
 def test_what_a_repeat_promises_follows_the_text_within_some_rounds():
@@ -379,10 +375,10 @@ def test_switching_the_size_of_passes_has_its_price():
     auto = AutoPolicy(
         curve({1: 10.0, 2: 14.0, 3: 15.0}), block_seconds=0.0, switch_seconds=0.004, depths=0
     )
-    branch = merge_branch(DraftTree.empty(), [1, 2], np.log([0.8, 0.5]).tolist())
-    assert len(auto.choose(branch, 0, drafted=False)) == 0  # 2.3 tokens for 15 + 2 * 4 ms
+    odds = np.array([0.8, 0.5 / 0.8])
+    assert auto.choose_branch(odds, 0) == 0  # 2.3 tokens for 15 + 2 * 4 ms
     auto.last_size = 3
-    assert len(auto.choose(branch, 0, drafted=False)) == 2  # for 15 ms: the graph is there
+    assert auto.choose_branch(odds, 0) == 2  # for 15 ms: the graph is there
 
 
 def test_probes_get_rarer_where_the_drafter_suffers_more_than_the_target() -> None:
