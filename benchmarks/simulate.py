@@ -233,11 +233,26 @@ def run_replay(args: argparse.Namespace) -> None:
     pairs_of_kinds = [(a, b) for a in kinds for b in kinds if a is not b]
     if not pairs_of_kinds:
         return
-    for machine in machines(args.share, max(t.depth for _, ts in everything for t in ts)):
-        ratios = {f"{a[0]} -> {b[0]}": after_switch(a[1], b[1], machine) for a, b in pairs_of_kinds}
-        worst = min(ratios, key=lambda k: ratios[k] if ratios[k] == ratios[k] else 9.0)
-        middle = float(np.nanmedian(list(ratios.values())))
-        print(f"{machine.name:48s} median {middle:.3f}, worst {ratios[worst]:.3f} ({worst})")
+    for i, name in enumerate(machine.name for machine in machines(args.share, 1)):
+        ratios = {}
+        for (kind, before), (other, after) in pairs_of_kinds:
+            machine = machines(args.share, max(t.depth for t in (*before, *after)))[i]
+            ratios[f"{kind} -> {other}"] = after_switch(before, after, machine)
+        ratios = {k: ratio for k, ratio in ratios.items() if ratio == ratio}
+        worst = min(ratios, key=lambda k: ratios[k])
+        print(
+            f"{name:48s} median {float(np.median(list(ratios.values()))):.3f}, "
+            f"{sum(r < 0.95 for r in ratios.values())} of {len(ratios)} below 0.95, "
+            f"worst {ratios[worst]:.3f} ({worst}), "
+            f"code to chat {', '.join(f'{r:.3f}' for k, r in ratios.items() if code_to_chat(k))}",
+            flush=True,
+        )
+
+
+def code_to_chat(change: str) -> bool:
+    """Whether a change of text is from a file of programs to one of conversations."""
+    before, after = (kind.rpartition(":")[2] for kind in change.split(" -> "))
+    return before in ("humaneval", "mbpp") and after == "mt-bench"
 
 
 if __name__ == "__main__":

@@ -180,6 +180,7 @@ class Drafting:
             losing = not self._auto.pacing.pays
             ask = self._auto.pacing.ask()
             paused, probing = not ask, losing and ask
+        started = time.perf_counter()
         block, seconds = self._block(anchor, depth) if ask else (None, 0.0)
         if block is None:
             return self._from_context(nodes, seconds, paused, probing)
@@ -191,6 +192,8 @@ class Drafting:
         tree = self._likeliest(block, nodes, odds)
         drafted = chosen = len(tree)
         if self._auto is not None:
+            if probing and not self._options.deterministic:
+                self._auto.observe_probe(time.perf_counter() - started)
             tree = self._auto.choose(tree, self._target.n_past)
             chosen = len(tree)
             if rejects:

@@ -414,6 +414,7 @@ class AutoPolicy:
         self.curve, self.block_seconds, self.host_seconds = curve, block_seconds, host_seconds
         self._block_measured, self._block_factor = block_seconds, 1.0
         self.switch_seconds, self.last_size = switch_seconds, 1
+        self._probe_seconds = 0.0
         self.survival = Survival(max(1, depths), calibration=calibration)
         self.context = ContextOdds()
         self.ranks = RankOdds()
@@ -431,6 +432,12 @@ class AutoPolicy:
             self._block_factor *= _bounded(ratio / self._block_factor, 0.5, 2.0) ** 0.5
             self.block_seconds = self._block_measured * _bounded(self._block_factor, 0.5, 16.0)
 
+    def observe_probe(self, seconds: float) -> None:
+        """Learn what a draft takes after a pause: the features of all that was said meanwhile go
+        in, and nothing of it is in a CPU's caches."""
+        keep = 0.5 if self._probe_seconds else 0.0
+        self._probe_seconds = keep * self._probe_seconds + (1 - keep) * seconds
+
     def choose(self, tree: DraftTree, context_depth: int) -> DraftTree:
         """The best part of a tree whose scores are log survival; possibly nothing.
 
@@ -445,7 +452,8 @@ class AutoPolicy:
         usual = max(pacing.tokens / pacing.seconds if pacing.seconds else 0.0, 1 / plain)
         n, rate = best_size(self.ranks.correct(survival), cost, fixed, usual)
         seconds = fixed + float(cost[n])
-        pacing.observe(rate * seconds, seconds, plain, fixed + 2 * self.switch_seconds)
+        probe = max(fixed, self._probe_seconds) + 2 * self.switch_seconds
+        pacing.observe(rate * seconds, seconds, plain, probe)
         self._offered = tree
         return tree.best(n)
 

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from localspec.tree import Block, DraftTree, build_tree
 if TYPE_CHECKING:
     from localspec.engine import Engine
 
-_FORMAT = 2
+_FORMAT = 3
 _SHALLOW, _DEEP = 32, 512
 _DEEP_SIZES = (1, 2, 4, 8, 16, 32)
 
@@ -144,16 +144,21 @@ def _pass_seconds(
 
 
 def _switch_seconds(
-    engine: Engine, tokens: Sequence[int], same: dict[int, float], clock: Callable[[], float]
+    engine: Engine, tokens: Sequence[int], sizes: Collection[int], clock: Callable[[], float]
 ) -> float:
-    """How much longer passes take when sizes alternate than when they repeat."""
-    small, large = 1, next(n for n in (4, 3, 2, 1) if n in same)
-    best = {small: np.inf, large: np.inf}
-    for _ in range(4):
-        for n in best:
-            best[n] = min(best[n], _pass_seconds(engine, tokens[:n], _SHALLOW, clock, repeats=1))
-    extra = [best[n] - same[n] for n in best]
-    return float(max(0.0, sum(extra) / len(extra)))
+    """How much longer a pass takes after one of another size than after one of its own.
+
+    Each is compared with the pass right after it: a machine changes its pace within a second, by
+    more than what is looked for here.
+    """
+    extra = []
+    for _ in range(5):
+        for n in (1, next(n for n in (4, 3, 2, 1) if n in sizes)):
+            first, second = (
+                _pass_seconds(engine, tokens[:n], _SHALLOW, clock, repeats=1) for _ in range(2)
+            )
+            extra.append(first - second)
+    return max(0.0, float(np.median(extra)))
 
 
 def _complete(measured: dict[int, float], sizes: Sequence[int]) -> list[float]:

@@ -316,6 +316,26 @@ def test_tuning_is_measured_once_and_cached(load: Callable[..., Engine], tmp_pat
     assert tuning.load(path) is None
 
 
+def test_the_price_of_another_size_is_found_on_a_machine_that_slows_down(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    """Twice as slow after the first passes: only neighbours in time may be compared."""
+    passes, before = 0, 0
+
+    def seconds(_engine: Engine, tokens: list[int], *_: object, repeats: int) -> float:
+        nonlocal passes, before
+        best = np.inf
+        for _ in range(repeats):
+            pace = 1.0 if passes < 20 else 2.0 + 0.001 * passes
+            best = min(best, pace * (0.010 + 0.002 * len(tokens)))
+            best += 0.0005 * (before != len(tokens))
+            passes, before = passes + 1, len(tokens)
+        return best
+
+    monkeypatch.setattr(tuning, "_pass_seconds", seconds)
+    assert tuning.measure(load("vanilla")).switch_seconds == pytest.approx(0.0005, abs=0.0001)
+
+
 def test_a_tuning_that_runs_out_of_time_is_extrapolated(load: Callable[..., Engine]):
     ticks = iter(np.arange(0, 1e6, 0.2))
     found = tuning.measure(load("vanilla"), budget=3.0, clock=lambda: float(next(ticks)))
@@ -379,6 +399,18 @@ def test_switching_the_size_of_passes_has_its_price():
     assert auto.choose_branch(odds, 0) == 0  # 2.3 tokens for 15 + 2 * 4 ms
     auto.last_size = 3
     assert auto.choose_branch(odds, 0) == 2  # for 15 ms: the graph is there
+
+
+def test_pauses_are_as_long_as_probes_really_take():
+    tree = DraftTree.chain([1, 2, 3], np.log([0.2, 0.1, 0.05]))
+    pauses = []
+    for taken in (0.001, 0.010):
+        auto = AutoPolicy(curve({1: 10.0, 2: 18.0, 4: 30.0}), block_seconds=0.005, depths=3)
+        auto.observe_probe(taken)
+        auto.choose(tree, 10)
+        assert not auto.pacing.pays
+        pauses.append(auto.pacing.pause)
+    assert pauses == [50, 100]  # rounds of 10 ms
 
 
 def test_probes_get_rarer_where_the_drafter_suffers_more_than_the_target() -> None:
