@@ -31,6 +31,7 @@ def main() -> None:
     """Print a table per prompt file and, last, auto against the best of every group."""
     parser = pair_parser(__doc__, prompts=2, tokens=512)
     parser.add_argument("--llama-bin", type=Path)
+    parser.add_argument("--peer-drafter", help="another drafter for llama.cpp's programs")
     parser.add_argument("--sweep", help="settings to run instead of the built-in sweep")
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=1)
@@ -40,7 +41,8 @@ def main() -> None:
     names = args.sweep or (FIXED if args.llama_bin is None else f"{FIXED},{PEER}")
     settings = list(dict.fromkeys([PLAIN, AUTO, *parse_settings(names, depths=7)]))
     programs = find_programs(settings, args.llama_bin)
-    peer = Peer(programs, Path(args.target), Path(args.drafter), args.n_ctx, args.threads)
+    peer_drafter = Path(args.peer_drafter or args.drafter)
+    peer = Peer(programs, Path(args.target), peer_drafter, args.n_ctx, args.threads)
     console = Console(width=160, highlight=False, markup=False)
     with Engine.load(args.target, args.drafter, n_ctx=args.n_ctx, n_threads=args.threads) as engine:
         engine.tune()

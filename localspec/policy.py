@@ -215,7 +215,7 @@ class ContextOdds:
         """[LONGEST] odds of the token after a match of 0, 1, 2, ... tokens."""
         right, seen = np.array(self._right)[self._class], np.array(self._seen)[self._class]
         odds = (right + self.PRIOR * self._expected) / (seen + self.PRIOR)
-        out: Floats = np.clip(odds, 0.01, 0.995)
+        out: Floats = np.clip(odds, 0.01, 0.999)
         return out
 
     def odds(self, length: int, count: int) -> Floats:

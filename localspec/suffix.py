@@ -90,12 +90,15 @@ class SuffixIndex:
         """The longest suffix of the text that occurred before, and what followed it.
 
         Args:
-            most: most tokens to return; what follows may overlap the suffix itself.
+            most: tokens to return, at least 1; where the text ends they start over from behind the
+                earlier time.
 
         Returns:
-            A `Match` of length 0 without tokens when the last token is new.
+            A `Match`; of length 0 and without tokens when the last token is new.
         """
         if self._match_length == 0:
             return Match(0, [])
-        at = self._match_end
-        return Match(self._match_length, self.tokens[at : at + most])
+        found = self.tokens[self._match_end : self._match_end + most]
+        if len(found) < most:  # all that was said since: a text that loops goes on looping
+            found = (found * (most // len(found) + 1))[:most]
+        return Match(self._match_length, found)

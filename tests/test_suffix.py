@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
@@ -46,10 +47,9 @@ def test_the_match_is_the_longest_repeated_suffix(tokens, most):
     match = SuffixIndex(tokens).match(most)
     length, ends = repeated_suffix(tokens)
     assert match.length == length
-    # What is returned did follow an earlier occurrence.
-    assert match.tokens in ([tokens[e : e + most] for e in ends] or [[]])
-    if length and most:
-        assert match.tokens
+    # What is returned did follow an earlier occurrence, and starts over where the text ends.
+    assert match.tokens in ([list(islice(cycle(tokens[e:]), most)) for e in ends] or [[]])
+    assert len(match.tokens) == (most if length else 0)
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
@@ -94,9 +94,10 @@ def test_the_work_per_token_is_bounded(tokens):
     assert sum(map(len, index._next)) <= 3 * n
 
 
-def test_the_continuation_may_run_into_the_suffix():
-    assert SuffixIndex([5, 5, 5, 5]).match(10) == Match(3, [5])
-    assert SuffixIndex([1, 2, 3, 1, 2]).match(10) == Match(2, [3, 1, 2])
+def test_the_continuation_runs_into_the_suffix_and_around():
+    assert SuffixIndex([5, 5, 5, 5]).match(10) == Match(3, [5] * 10)
+    assert SuffixIndex([1, 2, 3, 1, 2]).match(10) == Match(2, [3, 1, 2, 3, 1, 2, 3, 1, 2, 3])
+    assert SuffixIndex([1, 2, 3, 1, 2]).match(3) == Match(2, [3, 1, 2])
     assert SuffixIndex([1, 2, 3, 1, 2]).match(1) == Match(2, [3])
 
 
