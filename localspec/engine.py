@@ -133,7 +133,7 @@ class Engine:
                 the target's own file.
             n_ctx: context length in tokens; 0 takes what the target was trained with.
             n_batch: tokens per prefill pass.
-            n_threads: CPU threads; 0 means one per physical core.
+            n_threads: CPU threads; 0 means `localspec.llama.default_threads()`.
             n_gpu_layers: layers on the GPU; -1 means all.
             flash_attn: True, False, or None for what suits the device and the weights.
             kv_type: element type of the target's KV cache, e.g. "f16" or "q8_0".

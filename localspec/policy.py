@@ -244,7 +244,7 @@ class ContextOdds:
             lengths = np.arange(self.LONGEST)
             survival = self._runs(self.table(), lengths, len(seconds) - 1).cumprod(axis=1)
             rate = (1 + survival.cumsum(axis=1)) * seconds[0] / seconds[1:]
-            self._outlook = rate.max(axis=1).tolist()
+            self._outlook = rate.max(axis=1, initial=0.0).tolist()
         return self._outlook[min(length, self.LONGEST - 1)]
 
     def observe(self, length: int, right: bool) -> None:
@@ -493,11 +493,11 @@ class AutoPolicy:
 
     def learn_draft(self, tree: DraftTree, committed: Sequence[int]) -> None:
         """Compare a drafter's whole tree with what the target chose, as far as both go."""
-        if len(self._offered):
-            self.ranks.observe(self._offered, committed)
-            self._offered = DraftTree.empty()
+        offered, self._offered = self._offered, DraftTree.empty()
         if not len(tree):
-            return
+            return  # what was offered belongs to an earlier round, which was broken off
+        if len(offered):
+            self.ranks.observe(offered, committed)
         at = ROOT
         for d, token in enumerate(committed):
             above = 0.0 if at == ROOT else float(tree.score[at])

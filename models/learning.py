@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
-from localspec.llama import Model
+from localspec.llama import Model, default_threads
 from localspec.models import snapshot
 from localspec.models.batches import Example, anchors_of, chosen, load, split
 from localspec.models.config import DrafterConfig
@@ -167,8 +167,7 @@ def learn(
     """
     run.enter("training")
     settings, device = run.settings, device_of(run.settings.device)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or default_threads())
     with ExitStack() as stack:
         text = Text(run, store, evaluated, config, n_prompts, device)
         stack.callback(text.close)

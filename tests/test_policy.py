@@ -247,6 +247,19 @@ def test_auto_learns_from_siblings_along_the_committed_path():
     assert auto.survival.offsets[1] == second  # never reached: nothing learned
 
 
+def test_a_draft_that_was_broken_off_teaches_nothing_later():
+    auto = AutoPolicy(curve({1: 1.0, 2: 1.1, 4: 1.2}), block_seconds=0.0001, depths=3)
+    tree = DraftTree.chain([1, 2, 3], np.log([0.9, 0.8, 0.7]))
+    survival = np.exp(tree.score.astype(np.float64))
+    auto.choose(tree, 10)  # cancelled before anything came of it
+    auto.learn_draft(DraftTree.empty(), [7])
+    auto.learn_draft(tree, [1, 2, 3])
+    assert auto.ranks.correct(survival) == pytest.approx(survival)
+    auto.choose(tree, 10)
+    auto.learn_draft(tree, [9])
+    assert (auto.ranks.correct(survival) < survival).all()
+
+
 def test_ranks_that_come_true_less_often_than_predicted_are_marked_down():
     ranks = RankOdds()
     tree = DraftTree.chain([1, 2, 3, 4], np.log([0.9, 0.8, 0.7, 0.6]))

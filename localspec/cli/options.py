@@ -42,7 +42,7 @@ model_options = _stack(
     click.option("--n-ctx", default=4096, show_default=True, metavar="N",
                  help="Context length in tokens; 0 takes the model's own."),
     click.option("--threads", default=0, metavar="N",
-                 help="CPU threads (left out: one per physical core)."),
+                 help="CPU threads (left out: one per physical core it may use)."),
     click.option("--gpu-layers", default=-1, show_default=True, metavar="N",
                  help="Layers on the GPU; -1 means all."),
     click.option("--flash-attn", type=click.Choice(["auto", "on", "off"]), default="auto",

@@ -112,7 +112,7 @@ _count = click.IntRange(min=1)
     "--threads",
     type=click.IntRange(min=0),
     metavar="N",
-    help="CPU threads (left out: one per physical core).",
+    help="CPU threads (left out: one per physical core it may use).",
 )
 @click.option(
     "--checkpoint-minutes",
