@@ -183,7 +183,7 @@ class Drafting:
         started = time.perf_counter()
         block, seconds = self._block(anchor, depth) if ask else (None, 0.0)
         if block is None:
-            return self._from_context(nodes, seconds, paused, probing)
+            return self._from_context(paused)
         rejects = self._sampler.params.rejects
         odds = self._odds.odds(self._match, len(self._branch))
         if self._auto is None and rejects:
@@ -209,10 +209,10 @@ class Drafting:
             chosen,
         )
 
-    def _from_context(self, nodes: int, seconds: float, paused: bool, probing: bool) -> Draft:
+    def _from_context(self, paused: bool) -> Draft:
         """The draft where the drafter is not asked: the branch, as far as it is worth it."""
-        branch = self._branch[:nodes]
-        none = Draft(DraftTree.empty(), len(branch), seconds, paused, probing)
+        branch = self._branch
+        none = Draft(DraftTree.empty(), len(branch), 0.0, paused)
         depth, n = self._target.n_past, len(branch)
         if not branch or (self._auto is not None and not self._auto.promising(self._match, depth)):
             return none

@@ -56,10 +56,9 @@ class CostCurve:
         self.depths = np.asarray(depths, np.int64)
         self.seconds = np.asarray(seconds, np.float64)
         self._every = np.arange(1, int(self.sizes[-1]) + 1)
-        # Plain numbers: every round reads and moves one of them, for which numpy is slow.
-        self._factor = [1.0] * len(self._every)
+        self._factor = np.ones(len(self._every))
         self._load = 1.0
-        self._known: dict[int, tuple[Floats, list[float]]] = {}
+        self._known: dict[int, Floats] = {}
 
     @property
     def load(self) -> float:
@@ -73,15 +72,14 @@ class CostCurve:
 
     def at(self, depth: int) -> Floats:
         """[largest] seconds of passes of 1, 2, 3, ... tokens at a context depth."""
-        out: Floats = self._at_step(depth)[0] * self._factor
+        out: Floats = self._at_step(depth) * self._factor
         return out
 
-    def _at_step(self, depth: int) -> tuple[Floats, list[float]]:
-        """As it was measured, before anything was observed; twice, see `_factor`."""
+    def _at_step(self, depth: int) -> Floats:
+        """As it was measured, before anything was observed."""
         step = depth // _DEPTH_STEP
         if step not in self._known:
-            measured = self._measured(step * _DEPTH_STEP)
-            self._known[step] = measured, measured.tolist()
+            self._known[step] = self._measured(step * _DEPTH_STEP)
         return self._known[step]
 
     def _measured(self, depth: int) -> Floats:
@@ -102,11 +100,11 @@ class CostCurve:
         """Learn from a real pass. One outlier moves an entry by half a percent at most."""
         if not 1 <= size <= self.largest or seconds <= 0:
             return
-        expected = self._at_step(depth)[1][size - 1] * self._factor[size - 1]
+        expected = float(self._at_step(depth)[size - 1]) * float(self._factor[size - 1])
         ratio = seconds / expected
         self._load *= _bounded(ratio / self._load, 0.8, 1.25) ** 0.3
         own = _bounded(ratio / self._load, 0.8, 1.25) ** 0.02
-        self._factor[size - 1] = _bounded(self._factor[size - 1] * own, 0.25, 4.0)
+        self._factor[size - 1] = _bounded(float(self._factor[size - 1]) * own, 0.25, 4.0)
 
 
 def _bounded(x: float, low: float, high: float) -> float:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
+from localspec.interrupts import wish_to_stop
 from localspec.llama import Model, default_threads
 from localspec.models import snapshot
 from localspec.models.batches import Example, anchors_of, chosen, load, split
 from localspec.models.config import DrafterConfig
 from localspec.models.drafter import Drafter
 from localspec.models.initial import draft_vocabulary, new_drafter
-from localspec.models.interrupts import between_steps
 from localspec.models.objective import Losses, Weights
 from localspec.models.progress import Progress, Run
 from localspec.models.shape import vocabulary_size
@@ -308,7 +308,8 @@ class _Loop:
         """Steps until the end; a snapshot at the end, on the way, and when interrupted."""
         every = 60 * self._run.settings.checkpoint_minutes
         last = time.monotonic()
-        with between_steps() as interrupted:
+        # Never inside a step: half a step is a state that no run has.
+        with wish_to_stop() as interrupted:
             while self.progress() < 1 and not interrupted():
                 self._one()
                 if time.monotonic() - last > every:

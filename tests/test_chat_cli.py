@@ -30,10 +30,11 @@ from localspec.cli.chatui.reasoning import take_apart, template_opens
 from localspec.cli.chatui.region import Region, rows_on_screen
 from localspec.cli.chatui.session import Session
 from localspec.cli.chatui.shades import ACCEPTED, CORRECTED, OWN, Shader, shades
-from localspec.cli.chatui.talk import answer, stopping
+from localspec.cli.chatui.talk import answer
 from localspec.cli.chatui.view import PlainView, Show, TerminalView
 from localspec.engine import Engine
 from localspec.errors import LocalspecError
+from localspec.interrupts import wish_to_stop
 from localspec.sampling import SamplingParams
 from localspec.steps import Result, Round, Seconds, Step
 
@@ -458,7 +459,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(session: Session):
     before = signal.getsignal(signal.SIGINT)
     session.max_tokens = 500
     session.chat.draft = PLAIN
-    with stopping(session) as stopped:
+    with wish_to_stop(session.engine.cancel) as stopped:
         steps = session.send("hello")
         got = [next(steps), next(steps)]
         signal.raise_signal(signal.SIGINT)

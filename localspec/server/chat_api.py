@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
@@ -15,17 +14,16 @@ from starlette.responses import Response
 
 from localspec.grammar import Grammar
 from localspec.server import token_logprobs
+from localspec.server.endpoint import respond
 from localspec.server.errors import ApiError
 from localspec.server.messages import for_template
-from localspec.server.requests import Wanted, grammar_from, grammar_of, made, read, wanted
+from localspec.server.requests import Wanted, grammar_from, grammar_of, made
 from localspec.server.schema import CHAT_REQUEST
-from localspec.server.security import client_of
 from localspec.server.service import Job, Service
-from localspec.server.streaming import Events, EventStream, unless_gone
+from localspec.server.streaming import Events
 from localspec.server.tool_format import Tool
 from localspec.server.tools import Call, CallReader
 from localspec.server.usage import timings, usage
-from localspec.server.wire import json_response
 from localspec.steps import Result, Step
 from localspec.text import TextStream
 
@@ -47,18 +45,11 @@ class _Part:
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    service: Service = request.app.state.service
-    body = await read(request, CHAT_REQUEST)
-    ask = wanted(body, service.params, None, service.engine.model.n_vocab)
-    answer = await asyncio.to_thread(_prepare, service, body, ask)
-    client = client_of(request.scope, ask.user)
-    if ask.stream:
-        return EventStream(answer.events(client, include_usage=ask.include_usage))
-    return json_response(await unless_gone(request.receive, answer.whole(client)))
+    return await respond(request, CHAT_REQUEST, None, _prepare)
 
 
 def _prepare(service: Service, body: Mapping[str, Any], ask: Wanted) -> _Answer:
-    """Everything up to the tokens of the prompt. Takes a while: called in a thread."""
+    """Everything up to the tokens of the prompt."""
     if "top_logprobs" in body and not body.get("logprobs"):
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
     variables = body.get("chat_template_kwargs", {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Hashable, Mapping
@@ -13,14 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localspec.server import token_logprobs
+from localspec.server.endpoint import respond
 from localspec.server.errors import ApiError
-from localspec.server.requests import Wanted, grammar_from, grammar_of, read, wanted
+from localspec.server.requests import Wanted, grammar_from, grammar_of
 from localspec.server.schema import COMPLETION_REQUEST
-from localspec.server.security import client_of
 from localspec.server.service import Job, Service
-from localspec.server.streaming import Events, EventStream, unless_gone
+from localspec.server.streaming import Events
 from localspec.server.usage import timings, usage
-from localspec.server.wire import json_response
 from localspec.steps import Result
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -28,18 +26,11 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 async def completions(request: Request) -> Response:
     """Continue a text."""
-    service: Service = request.app.state.service
-    body = await read(request, COMPLETION_REQUEST)
-    ask = wanted(body, service.params, DEFAULT_MAX_TOKENS, service.engine.model.n_vocab)
-    answer = await asyncio.to_thread(_prepare, service, body, ask)
-    client = client_of(request.scope, ask.user)
-    if ask.stream:
-        return EventStream(answer.events(client, include_usage=ask.include_usage))
-    return json_response(await unless_gone(request.receive, answer.whole(client)))
+    return await respond(request, COMPLETION_REQUEST, DEFAULT_MAX_TOKENS, _prepare)
 
 
 def _prepare(service: Service, body: Mapping[str, Any], ask: Wanted) -> _Answer:
-    """Everything up to the tokens of the prompt. Takes a while: called in a thread."""
+    """Everything up to the tokens of the prompt."""
     prompt = body["prompt"]
     if isinstance(prompt, list) and not isinstance(prompt[0], int | float):
         prompt = prompt[0]

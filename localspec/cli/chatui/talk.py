@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +20,7 @@ from localspec.cli.chatui.session import Session, Steps
 from localspec.cli.chatui.stats import status
 from localspec.cli.chatui.view import PlainView, TerminalView, View
 from localspec.errors import LocalspecError
+from localspec.interrupts import wish_to_stop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,7 +126,7 @@ def converse(session: Session) -> None:
         if not commands.is_command(line):
             answer(session, screen, partial(session.send, line))
             continue
-        with stopping(session), keys_unseen(), screen.progress() as progress:
+        with wish_to_stop(session.engine.cancel), keys_unseen(), screen.progress() as progress:
             outcome = _interruptible(session, line, progress)
         if outcome.leave:
             return
@@ -167,7 +166,11 @@ def answer(session: Session, screen: Screen, start: Callable[[], Steps]) -> bool
     """Stream an answer; False when there is none."""
     view = screen.view(session)
     try:
-        with stopping(session) as stopped, keys_unseen(), contextlib.closing(start()) as steps:
+        with (
+            wish_to_stop(session.engine.cancel) as stopped,
+            keys_unseen(),
+            contextlib.closing(start()) as steps,
+        ):
             for step in steps:
                 view.add(step)
                 if stopped():
@@ -180,28 +183,6 @@ def answer(session: Session, screen: Screen, start: Callable[[], Steps]) -> bool
     view.finish()
     screen.answered(session)
     return True
-
-
-@contextlib.contextmanager
-def stopping(session: Session) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C cancels the generation under way; a second one raises KeyboardInterrupt."""
-    pressed = False
-
-    def press(_signal: int, _frame: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-        session.engine.cancel()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _interruptible(

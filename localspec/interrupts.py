@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, never inside one: half a step is a state that no run has."""
+"""Ctrl-C as a wish to stop, which work looks at where it can stop; pressed again, it interrupts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from types import FrameType
 
 
 @contextmanager
-def between_steps() -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C was pressed; pressed again, it interrupts at once.
+def wish_to_stop(act: Callable[[], object] | None = None) -> Iterator[Callable[[], bool]]:
+    """A function that says whether Ctrl-C was pressed; a second one raises KeyboardInterrupt.
 
     Outside the main thread, where Python takes no signals, it always says no.
+
+    Args:
+        act: called at the first one, in the signal handler.
     """
     pressed = False
 
@@ -22,6 +25,8 @@ def between_steps() -> Iterator[Callable[[], bool]]:
         if pressed:
             raise KeyboardInterrupt
         pressed = True
+        if act is not None:
+            act()
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
