@@ -20,6 +20,7 @@ import tiny
 from localspec.cli import cli
 from localspec.errors import LocalspecError
 from localspec.server.run import base_url, bind
+from serving import ENDLESS
 
 
 def refused(*args: str, env: dict[str, str] | None = None) -> str:
@@ -120,9 +121,7 @@ def test_it_serves_and_ends(
     with command(str(tiny_target.gguf), *options) as (process, url):
         host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
         assert host == "127.0.0.1"
-        # Greedy answers of a tiny model may end at any time; this one may not for long.
-        endless = "root ::= line{1000}\nline ::= [a-z ]{100}"
-        request = {"prompt": "hello", "max_tokens": 40_000, "stream": True, "grammar": endless}
+        request = {"prompt": "hello", "max_tokens": 40_000, "stream": True, "grammar": ENDLESS}
         body = json.dumps(request).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
         with socket.create_connection((host, int(port)), timeout=60) as raw:
