@@ -1,7 +1,7 @@
 """Workers on other machines: llama.cpp's `ggml-rpc-server`, asked before llama.cpp itself connects.
 
 llama.cpp ends the process when a worker cannot be reached, so a worker has to answer the first
-message of the protocol here first. The bindings are in `llama.py`.
+message of the protocol here first. The bindings are in `localspec/llama/backends.py`.
 """
 
 from __future__ import annotations

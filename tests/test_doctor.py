@@ -247,7 +247,7 @@ def test_what_a_container_leaves(tmp_path):
     ],
 )
 def test_a_container_with_a_fraction_of_a_cpu(cpu_max, threads, what, mend, tmp_path, monkeypatch):
-    monkeypatch.setattr("localspec.llama._cores", lambda root: 16)
+    monkeypatch.setattr("localspec.llama.threads._cores", lambda root: 16)
     root = tree(tmp_path, {"sys/fs/cgroup/cpu.max": cpu_max})
     section = doctor_machine.machine(root)
     said = only(section, broken=False)

@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- house: written by docs/generate/house.py -->", "<!-- /house -->"
 ROOMS = {
     "localspec": "The runtime. Imports numpy and llama_cpp, never torch.",
+    "localspec/llama": "All that touches ctypes or llama_cpp. Aborts end a process: inputs are "
+    "checked here first.",
     "localspec/cli": "The commands, one file each; thin layers over functions you can import.",
     "localspec/cli/chatui": "The chat in the terminal.",
     "localspec/server": "`localspec serve` (extra `serve`).",
