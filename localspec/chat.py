@@ -13,6 +13,7 @@ from localspec.engine import DraftOptions, Engine, Result, Step
 from localspec.errors import LocalspecError
 from localspec.grammar import Grammar
 from localspec.llama import Model
+from localspec.reasoning import closed
 from localspec.sampling import SamplingParams
 from localspec.template import ChatTemplate
 from localspec.turns import ThreadedTurn, Turn
@@ -282,6 +283,8 @@ class Chat:
         try:
             messages = said()
             text = self.template.render(messages)
+            if grammar is not None:
+                text = closed(text)
             ids = self._tokenize(text)
             steps = self.engine._start(
                 turn,

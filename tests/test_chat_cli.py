@@ -26,7 +26,6 @@ from localspec.cli.chatui.commands import Outcome
 from localspec.cli.chatui.compare import Comparison, compare
 from localspec.cli.chatui.lines import is_open, messages, unquoted
 from localspec.cli.chatui.prompt import history_file
-from localspec.cli.chatui.reasoning import take_apart, template_opens
 from localspec.cli.chatui.region import Region, rows_on_screen
 from localspec.cli.chatui.session import Session
 from localspec.cli.chatui.shades import ACCEPTED, CORRECTED, OWN, Shader, shades
@@ -386,19 +385,6 @@ def test_finished_blocks_do_not_change_when_more_text_comes():
     items = "intro\n\n* a\n* b\n\n* c"
     assert items[: finished(items)] == "intro\n\n"
     assert finished("") == 0
-
-
-def test_reasoning_is_taken_apart_at_every_length():
-    text = "<think>\nhm, so\n</think>\n\nThe answer."
-    for n in range(len(text) + 1):
-        parts = take_apart(text[:n])
-        assert "<" not in parts.answer and "<" not in parts.reasoning
-        assert "The answer.".startswith(parts.answer)
-        assert "hm, so".startswith(parts.reasoning)
-    assert take_apart(text) == take_apart(text.removeprefix("<think>"), opened=True)
-    assert take_apart("a <think> b").answer == "a <think> b"
-    assert take_apart("").answer == ""
-    assert template_opens("<|assistant|>\n<think>\n") and not template_opens("<|assistant|>")
 
 
 def test_reasoning_is_folded_unless_asked_for():

@@ -75,6 +75,18 @@ def test_seeds_repeat_and_differ(pair: tuple[Path, Path]):
     assert sample(1) != sample(2)
 
 
+def test_biased_tokens(pair: tuple[Path, Path]):
+    def first(*bias: str) -> int:
+        args = [a for b in bias for a in ("--logit-bias", b)]
+        out = run("generate", "-m", pair[0], "-p", "hello", "-n", 1, "--json", *args)
+        return int(json.loads(out.stdout)["token_ids"][0])
+
+    usual = first()
+    assert first(f"{usual}-100") != usual
+    assert first("70+100") == 70
+    assert first("70+100", "71+100", "70-100.0") == 71  # the last one counts
+
+
 def test_show_trees_marks_what_was_accepted(pair: tuple[Path, Path]):
     args = ("-p", "hello", "-n", 16, "--tree-width", 3, "--draft-tokens", 9, "--show-trees")
     out = run("generate", "-m", pair[0], "-d", pair[1], *args)
@@ -138,6 +150,8 @@ def test_usage_errors_exit_with_2(pair: tuple[Path, Path]):
     fails(run("generate", "--no-such-option"), 2, "No such option")
     fails(run("nonsense"), 2, "No such command")
     fails(run("generate", "-m", pair[0], "-p", "x", "-n", 0), 2, "-n")
+    for bias in ("70", "70+", "+5", "70=5", "70+1e3"):
+        fails(run("generate", "-p", "x", "--logit-bias", bias), 2, "no ID+X or ID-X")
 
 
 def test_bad_input_is_one_line_and_exit_1(

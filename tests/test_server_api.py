@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -574,6 +574,102 @@ def test_calls_in_an_answer(
     service.__dict__.pop("tool_format", None)
 
 
+# ---- reasoning
+
+
+def saying(service: Service, text: str) -> Callable[[Any, Any], Any]:
+    """A `Service.steps` that says a text and ends, token by token."""
+    model = service.engine.model
+
+    async def steps(job: Any, client: Any) -> Any:
+        yield None
+        for token in [*model.tokenize(text), tiny.EOS_ID]:
+            reason = "stop" if token == tiny.EOS_ID else None
+            yield Step(model.text([token]), (token,), finish_reason=reason)
+
+    return steps
+
+
+def reasoning_and_content(client: openai.OpenAI, **options: Any) -> tuple[Any, Any]:
+    """Of a whole answer; a streamed one must come to the same."""
+    (choice,) = chat(client, **options).choices
+    message = choice.message
+    deltas = [c.choices[0].delta for c in chat(client, stream=True, **options)]
+    thought = "".join(getattr(d, "reasoning_content", None) or "" for d in deltas)
+    assert thought == (getattr(message, "reasoning_content", None) or "")
+    assert "".join(d.content or "" for d in deltas) == (message.content or "")
+    return thought, message.content
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_reasoning_is_told_from_the_answer(
+    server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, opened: bool
+):
+    service = server.service
+    if opened:  # by the template, as DeepSeek's and Qwen's thinking models have it
+        source = tiny.CHAT_TEMPLATE.replace("assistant\n'", "assistant\n<think>\n'")
+        assert source != tiny.CHAT_TEMPLATE
+        monkeypatch.setattr(service, "template", ChatTemplate(source))
+    text = ("" if opened else "<think>\n") + "Hm. [x]\n</think>\n\nFour < five. <think>"
+    monkeypatch.setattr(service, "steps", saying(service, text))
+    assert reasoning_and_content(client) == ("Hm. [x]", "Four < five. <think>")
+    for raw in ("auto", "deepseek"):
+        body = {"reasoning_format": raw}
+        assert reasoning_and_content(client, extra_body=body)[0] == "Hm. [x]"
+    assert reasoning_and_content(client, extra_body={"reasoning_format": "none"}) == ("", text)
+
+
+def test_answers_without_reasoning_have_no_field_for_it(client: openai.OpenAI):
+    assert "reasoning_content" not in chat(client, max_tokens=5).choices[0].message.model_dump()
+
+
+def test_calls_in_reasoning_are_none(
+    tool_server: Running, tool_client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+):
+    """A thinking model weighs what it might call; only what comes after counts."""
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+    text = f"<think>Perhaps {call % 'Rome'}?</think>\n\n{call % 'Paris'}"
+    service = tool_server.service
+    monkeypatch.setattr(service, "steps", saying(service, text))
+    (choice,) = chat(tool_client, tools=[WEATHER]).choices
+    (made,) = choice.message.tool_calls
+    assert json.loads(made.function.arguments) == {"city": "Paris"}
+    assert choice.message.reasoning_content == f"Perhaps {call % 'Rome'}?"
+    deltas = [c.choices[0].delta for c in chat(tool_client, tools=[WEATHER], stream=True)]
+    (made,) = [c for d in deltas for c in d.tool_calls or []]
+    assert json.loads(made.function.arguments) == {"city": "Paris"}
+
+
+def test_answers_with_a_form_do_not_begin_in_reasoning(
+    server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+):
+    service = server.service
+    source = tiny.CHAT_TEMPLATE.replace("assistant\n'", "assistant\n<think>\n'")
+    monkeypatch.setattr(service, "template", ChatTemplate(source))
+    prompts = []
+    check = service.check_room
+    monkeypatch.setattr(
+        service, "check_room", lambda ids, param: (prompts.append(ids), check(ids, param))
+    )
+    answer = chat(client, extra_body={"grammar": 'root ::= "yes"'})
+    assert answer.choices[0].message.content == "yes"
+    text = service.engine.model.text(prompts[0], special=True)
+    assert text.endswith("<think>\n\n</think>\n\n")
+
+
+def test_reasoning_of_earlier_answers_goes_to_the_template(
+    server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+):
+    source = "{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(server.service, "template", ChatTemplate(source))
+    messages = [{"role": "assistant", "content": "b", "reasoning_content": "a"}, *user("c")]
+    short = chat(client, messages=user("c"), max_tokens=1).usage.prompt_tokens
+    tokens = len(server.service.engine.tokenize("a|b|c")) - len(
+        server.service.engine.tokenize("|c")
+    )
+    assert chat(client, messages=messages, max_tokens=1).usage.prompt_tokens == short + tokens
+
+
 # ---- what is refused
 
 OK: dict[str, Any] = {"messages": user("x"), "max_tokens": 3}
@@ -625,6 +721,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "x"'}, "grammar"),
     ({"grammar": "root = x"}, "grammar"),
     ({"grammar": "root ::= <[99999]>", "stream": True}, "grammar"),  # no such token
+    ({"reasoning_format": "loud"}, "reasoning_format"),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning_content": 1}]},
+     "messages[0].reasoning_content"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),

@@ -63,6 +63,7 @@ def generate(
     from localspec.cli.chatui.clean import printable
     from localspec.engine import Result
     from localspec.errors import LocalspecError
+    from localspec.reasoning import closed
 
     # A file gets what the model wrote; a terminal nothing that could steer it.
     piped = sys.stdout is None or not sys.stdout.isatty()
@@ -77,6 +78,8 @@ def generate(
         if show_trees:
             _print_trees(engine)
         text = prompt if raw else _templated(engine, prompt, system)
+        if allowed is not None and not raw:
+            text = closed(text)
         result = Result()
         try:
             for step in engine.generate(

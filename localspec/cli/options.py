@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,6 +64,19 @@ cache_options = _stack(
 # The same as -m, for commands that take nothing else by position.
 model_argument = click.argument("name", required=False, metavar="[MODEL]")
 
+
+def _biases(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -> dict[int, float]:
+    """llama.cpp's `--logit-bias`: TOKEN_ID+X or TOKEN_ID-X."""
+
+    found = {}
+    for text in given:
+        match = re.fullmatch(r"(\d+)([+-]\d+(?:\.\d*)?)", text)
+        if match is None:
+            raise click.BadParameter(f"{text!r} is no ID+X or ID-X, like 284-100")
+        found[int(match[1])] = float(match[2])
+    return found
+
+
 sampling_options = _stack(
     click.option("--temp", default=0.0, show_default=True, metavar="T",
                  help="Temperature; 0 takes the most likely token."),
@@ -76,6 +90,8 @@ sampling_options = _stack(
     click.option("--frequency-penalty", default=0.0, metavar="X", help="Per repetition."),
     click.option("--penalty-window", default=64, show_default=True, metavar="N",
                  help="Recent tokens that count as repeated; -1 for all."),
+    click.option("--logit-bias", multiple=True, callback=_biases, metavar="ID+X",
+                 help="Add X to a token's logit (284-100 bans it); repeatable."),
     click.option("--seed", type=int, metavar="N", help="Same seed, same text."),
     click.option("--acceptance", type=click.Choice(["auto", "match", "rejection"]), default="auto",
                  show_default=True, help="How sampled drafts are accepted; all are exact."),
@@ -112,6 +128,7 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
                 "presence_penalty",
                 "frequency_penalty",
                 "penalty_window",
+                "logit_bias",
                 "seed",
                 "acceptance",
             )

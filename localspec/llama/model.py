@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localspec import reasoning
 from localspec.errors import LocalspecError
 from localspec.llama.backends import connected, spread
 from localspec.llama.library import library
@@ -235,11 +236,15 @@ class Model:
         return list(buf[:n])
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes a token stands for; special tokens are empty unless asked for."""
+        """The bytes a token stands for; special tokens are empty unless asked for.
+
+        Those around reasoning are not: without them nobody could tell it from the answer.
+        """
         key = (token, special)
         if key not in self._pieces:
             if not 0 <= token < self.n_vocab:
                 raise LocalspecError(f"token {token} is outside the vocabulary of {self.n_vocab}")
+            special = special or token in self._around_reasoning
             buf = ctypes.create_string_buffer(64)
             n = self._api.llama_token_to_piece(self._live_vocab, token, buf, 64, 0, special)
             if n < 0:
@@ -247,6 +252,11 @@ class Model:
                 n = self._api.llama_token_to_piece(self._live_vocab, token, buf, -n, 0, special)
             self._pieces[key] = buf.raw[:n]
         return self._pieces[key]
+
+    @cached_property
+    def _around_reasoning(self) -> frozenset[int]:
+        marks = (self._tokenized(mark, False, True) for mark in reasoning.TOKENS)
+        return frozenset(ids[0] for ids in marks if len(ids) == 1)
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""

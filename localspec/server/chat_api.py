@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from localspec.grammar import Grammar
+from localspec.reasoning import ReasoningReader, closed, left_open
 from localspec.server import token_logprobs
 from localspec.server.endpoint import respond
 from localspec.server.errors import ApiError
@@ -39,6 +40,7 @@ class _Part:
 
     step: Step | None
     content: str = ""
+    reasoning: str = ""
     calls: Sequence[Call] = ()
     finish_reason: str | None = None
 
@@ -66,6 +68,8 @@ def _prepare(service: Service, body: Mapping[str, Any], ask: Wanted) -> _Answer:
             "tools go with no response_format or grammar; give one of them", param="response_format"
         )
     text = service.render(for_template(body["messages"]), tools, variables)
+    if forced or grammar is not None:
+        text = closed(text)
     begun = ""
     reader = None
     if tools:
@@ -93,8 +97,11 @@ def _prepare(service: Service, body: Mapping[str, Any], ask: Wanted) -> _Answer:
         int(body.get("top_logprobs", 0)) if body.get("logprobs") else None,
         "tools" if tools else grammar_from(body),
     )  # fmt: skip
+    thoughts = None
+    if grammar is None and not begun and body.get("reasoning_format") != "none":
+        thoughts = ReasoningReader(left_open(text))
     single = body.get("parallel_tool_calls") is False or isinstance(body.get("tool_choice"), dict)
-    return _Answer(service, job, reader, single)
+    return _Answer(service, job, thoughts, reader, single)
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[list[Tool], list[Tool]]:
@@ -114,10 +121,26 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[Tool], list[Tool]]:
 
 
 class _Answer:
-    """One answer, whole or in pieces."""
+    """One answer, whole or in pieces.
 
-    def __init__(self, service: Service, job: Job, reader: CallReader | None, single: bool) -> None:
-        self._service, self._job, self._reader, self._single = service, job, reader, single
+    Args:
+        service: what answers.
+        job: the generation.
+        thoughts: tells reasoning from the rest, where there may be some.
+        reader: finds the calls in the rest.
+        single: end after the first call.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        job: Job,
+        thoughts: ReasoningReader | None,
+        reader: CallReader | None,
+        single: bool,
+    ) -> None:
+        self._service, self._job, self._single = service, job, single
+        self._thoughts, self._reader = thoughts, reader
         self._id, self._created = f"chatcmpl-{os.urandom(12).hex()}", int(time.time())
         self._result = Result()
         # Calls are marked with special tokens in some formats, which the text does not show.
@@ -127,15 +150,18 @@ class _Answer:
 
     async def whole(self, client: Hashable) -> dict[str, Any]:
         """The complete answer."""
-        content, calls, reason = "", list[Call](), "stop"
+        content, reasoning, calls, reason = "", "", list[Call](), "stop"
         async with aclosing(self._parts(client)) as parts:
             async for part in parts:
                 content += part.content
+                reasoning += part.reasoning
                 calls += part.calls
                 reason = part.finish_reason or reason
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": [c.as_dict() for c in calls]}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         choice = {
             "index": 0,
             "message": message,
@@ -159,7 +185,9 @@ class _Answer:
                 delta: dict[str, Any] = {}
                 if part.step is None:
                     delta = {"role": "assistant", "content": "", "refusal": None}
-                elif part.content:
+                if part.reasoning:
+                    delta["reasoning_content"] = part.reasoning
+                if part.content:
                     delta["content"] = part.content
                 if part.calls:
                     delta["tool_calls"] = [
@@ -186,24 +214,30 @@ class _Answer:
                     continue
                 self._result.add(step)
                 reason = step.finish_reason or reason
-                if reader is None:
-                    yield _Part(step, step.text)
-                    continue
-                content, calls = reader.feed(self._text_of(step))
-                if self._single and calls:
+                part = self._read(step, self._text_of(step), final=step.finish_reason is not None)
+                if self._single and part.calls:
                     # What more it would say nobody asked for.
-                    yield _Part(step, content, calls[:1], "tool_calls")
+                    yield replace(part, calls=part.calls[:1], finish_reason="tool_calls")
                     return
-                yield _Part(step, content, calls)
-        if reader is not None:
-            content, calls = reader.finish()
-            if self._single:
-                calls = calls[:1]
-            if reader.calls and reason == "stop":
-                reason = "tool_calls"
-            yield _Part(Step("", ()), content, calls, reason)
-        else:
-            yield _Part(Step("", ()), finish_reason=reason)
+                yield part
+        if reader is not None and reader.calls and reason == "stop":
+            reason = "tool_calls"
+        yield _Part(Step("", ()), finish_reason=reason)
+
+    def _read(self, step: Step, text: str, *, final: bool) -> _Part:
+        """What a step's text is: reasoning, plain text, calls."""
+        reasoning, content, calls = "", text, list[Call]()
+        if self._thoughts is not None:
+            reasoning, content = self._thoughts.feed(text)
+            if final:
+                more, rest = self._thoughts.finish()
+                reasoning, content = reasoning + more, content + rest
+        if self._reader is not None:
+            content, calls = self._reader.feed(content)
+            if final:
+                rest, more_calls = self._reader.finish()
+                content, calls = content + rest, calls + more_calls
+        return _Part(step, content, reasoning, calls)
 
     def _text_of(self, step: Step) -> str:
         if self._special is None:

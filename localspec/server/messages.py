@@ -34,7 +34,7 @@ def _message(message: Mapping[str, Any], at: str) -> dict[str, Any]:
     }
     if calls:
         out["tool_calls"] = [_call(c) for c in calls]
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             out[name] = message[name]
     return out

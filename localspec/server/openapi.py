@@ -99,9 +99,10 @@ _CHAT_CHOICE = _object(
                 "role": {"type": "string", "enum": ["assistant"]},
                 "content": {"type": ["string", "null"]},
                 "refusal": _NULL,
+                "reasoning_content": _STRING,
                 "tool_calls": _list(_CALL),
             },
-            optional=("tool_calls",),
+            optional=("reasoning_content", "tool_calls"),
         ),
         "logprobs": _CHAT_LOGPROBS,
         "finish_reason": _REASON,
@@ -121,10 +122,11 @@ _DELTA = _object(
     {
         "role": {"type": "string", "enum": ["assistant"]},
         "content": _STRING,
+        "reasoning_content": _STRING,
         "refusal": _NULL,
         "tool_calls": _list(_object({"index": _INTEGER, **_CALL["properties"]})),
     },
-    optional=("role", "content", "refusal", "tool_calls"),
+    optional=("role", "content", "reasoning_content", "refusal", "tool_calls"),
 )
 _OPEN_REASON: Json = {"anyOf": [_REASON, _NULL]}
 

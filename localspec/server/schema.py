@@ -79,6 +79,12 @@ MESSAGE: Schema = {
             "anyOf": [{"type": "array", "items": _TOOL_CALL, "maxItems": 256}, {"type": "null"}]
         },
         "tool_call_id": {"type": ["string", "null"]},
+        "reasoning_content": {
+            "description": "What the assistant thought before this answer, for templates that "
+            "show it to the model again.",
+            "type": ["string", "null"],
+            "maxLength": _MAX_TEXT,
+        },
     },
 }
 
@@ -233,6 +239,12 @@ CHAT_REQUEST: Schema = {
             "anyOf": [{"type": "array", "maxItems": 0}, {"type": "null"}],
             "description": "The old name of tools; not supported.",
             **_instead("use tools"),
+        },
+        "reasoning_format": {
+            "description": "Where the reasoning of thinking models goes: 'auto' (the default) and "
+            "'deepseek' into `reasoning_content`, 'none' leaves it in `content`.",
+            "type": ["string", "null"],
+            "enum": ["auto", "deepseek", "none", None],
         },
         "chat_template_kwargs": {
             "type": ["object", "null"],

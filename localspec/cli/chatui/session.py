@@ -8,11 +8,11 @@ from pathlib import Path
 
 from localspec import finding
 from localspec.chat import Chat
-from localspec.cli.chatui.reasoning import take_apart, template_opens
 from localspec.cli.chatui.view import Show
 from localspec.drafting import DraftOptions
 from localspec.engine import Engine
 from localspec.errors import LocalspecError
+from localspec.reasoning import Marks, left_open, take_apart
 from localspec.sampling import SamplingParams
 from localspec.steps import Step
 
@@ -102,11 +102,11 @@ class Session:
         chat.messages[:] = old.messages
         self.chat = chat
 
-    def opened(self) -> bool:
-        """Whether the template lets answers begin inside their reasoning."""
+    def opened(self) -> Marks | None:
+        """The marks of the reasoning inside of which the template lets answers begin."""
         with contextlib.suppress(LocalspecError):
-            return template_opens(self.chat.template.render([{"role": "user", "content": "?"}]))
-        return False
+            return left_open(self.chat.template.render([{"role": "user", "content": "?"}]))
+        return None
 
     def reasoning(self) -> str:
         """What was thought before the last answer; empty when nothing was."""

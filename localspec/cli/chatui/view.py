@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from localspec.cli.chatui.blocks import finished
 from localspec.cli.chatui.clean import printable
-from localspec.cli.chatui.reasoning import Parts, take_apart
 from localspec.cli.chatui.region import Region
 from localspec.cli.chatui.shades import ACCEPTED, CORRECTED, Shader
+from localspec.reasoning import Marks, Parts, take_apart
 from localspec.steps import Step
 
 if TYPE_CHECKING:
@@ -66,11 +66,16 @@ class TerminalView:
         console: the terminal.
         show: what to show.
         piece: token id -> bytes, for `show.drafts`.
-        opened: the chat template opened the reasoning already.
+        opened: the marks of the reasoning that the chat template opened already.
     """
 
     def __init__(
-        self, console: Console, show: Show, piece: Callable[[int], bytes], *, opened: bool = False
+        self,
+        console: Console,
+        show: Show,
+        piece: Callable[[int], bytes],
+        *,
+        opened: Marks | None = None,
     ) -> None:
         self._console, self._show, self._opened = console, show, opened
         self._region = Region(console)
