@@ -88,7 +88,7 @@ def blocks(engine: Engine, prompt: list[int], answer: list[int]) -> Iterator[tup
     """(i, block with anchor answer[i]) for every i but the last."""
     drafter, target = engine._drafter, engine._target
     assert drafter is not None
-    engine._cut(0)
+    engine._live.cut(0)
     tokens = prompt + answer[:-1]
     features = np.concatenate([target.features(n) for _, n in target.prefill(tokens)])
     target.cut(0)
@@ -96,7 +96,7 @@ def blocks(engine: Engine, prompt: list[int], answer: list[int]) -> Iterator[tup
     for i, anchor in enumerate(answer[:-1]):
         yield i, drafter.propose(anchor)
         drafter.absorb(features[len(prompt) + i :][:1])
-    engine._cut(0)
+    engine._live.cut(0)
 
 
 def matches(tree: DraftTree, future: list[int]) -> int:

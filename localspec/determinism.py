@@ -20,15 +20,6 @@ _DEPTH = 32
 _ROWS = (2, 8)
 
 
-def start_over(engine: Engine) -> None:
-    """Empty an engine's KV caches, as they are after loading."""
-    engine._cut(0)
-    # Cutting leaves the place where the search for free cells goes on.
-    engine._target.context.clear()
-    if engine._drafter is not None:
-        engine._drafter.clear()
-
-
 def single_rows_differ(engine: Engine) -> bool:
     """Whether a pass of one row rounds differently from passes of several.
 
@@ -40,7 +31,7 @@ def single_rows_differ(engine: Engine) -> bool:
     tokens = [(7 * i + 1) % engine.model.n_vocab for i in range(_DEPTH + max(_ROWS))]
     if engine.n_ctx < len(tokens):
         return True
-    start_over(engine)
+    engine._live.clear()
     found = []
     for rows in (1, *_ROWS):
         for _ in target.prefill(tokens[:_DEPTH]):
@@ -48,5 +39,5 @@ def single_rows_differ(engine: Engine) -> bool:
         tree = DraftTree.chain(tokens[_DEPTH + 1 : _DEPTH + rows])
         found.append(np.array(target.verify(tokens[_DEPTH], tree)[0]))
         target.cut(0)
-    start_over(engine)
+    engine._live.clear()
     return any(not np.array_equal(found[0], other) for other in found[1:])

@@ -3,54 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec import (
-    aio,
-    calibration_file,
-    determinism,
-    eagle,
-    eagle_wide,
-    memory,
-    mtp,
-    pairs,
-    tuning,
-)
+from localspec import aio, calibration_file, determinism, loading, tuning
 from localspec.accept import Acceptance, accept_match, accept_rejection
 from localspec.calibration import Calibration
-from localspec.drafter import DRAFTER_WINDOW, INJECT_ROWS, Drafter, context_cells
-from localspec.drafting import MAX_LEAVES, MAX_NODES, MAX_ROLLBACK, Drafting, DraftOptions
+from localspec.drafter import DRAFTER_WINDOW
+from localspec.drafting import MAX_NODES, Drafting, DraftOptions
 from localspec.errors import LocalspecError
-from localspec.ggufio import GgufFile
 from localspec.grammar import Grammar
-from localspec.heads import Heads
-from localspec.llama import (
-    MIN_N_CTX,
-    Context,
-    ContextOptions,
-    Model,
-    ModelOptions,
-    default_threads,
-    has_gpu,
-    valid_context,
-)
+from localspec.live import LiveText
+from localspec.loading import Loaded, LoadOptions
 from localspec.logprobs import path_logprobs
 from localspec.policy import AutoPolicy, CostCurve
-from localspec.prefixes import Kept, PrefixCache, PrefixStats, State, common_prefix, worth_keeping
-from localspec.rpc import parse as parse_workers
+from localspec.prefixes import PrefixStats
 from localspec.sampling import Sampler, SamplingParams
 from localspec.steps import Prefill, Result, Round, Seconds, Step, TokenLogprobs
-from localspec.target import Target
 from localspec.text import TextStream
 from localspec.tree import DraftTree
 from localspec.turns import ThreadedTurn, Turn, Turns
@@ -60,7 +37,28 @@ __all__ = ["DraftOptions", "Engine", "Prefill", "Result", "Round", "Seconds", "S
 # Contexts shorter than this are not worth measuring in.
 MIN_TUNED_CTX = 128
 
-logger = logging.getLogger("localspec")
+
+@dataclass(frozen=True)
+class _Request:
+    """One generation, checked.
+
+    Attributes:
+        prompt: its tokens.
+        sampler: chooses tokens; remembers what was said.
+        max_tokens: most tokens; None for as many as the context holds.
+        draft: how much to draft.
+        stream: makes the text, honours stop strings.
+        is_end: whether a token ends it.
+        logprobs: alternatives per token; None for no log probabilities.
+    """
+
+    prompt: list[int]
+    sampler: Sampler
+    max_tokens: int | None
+    draft: DraftOptions
+    stream: TextStream
+    is_end: Callable[[int], bool]
+    logprobs: int | None
 
 
 class Engine:
@@ -72,37 +70,27 @@ class Engine:
     finish or close it before it starts another.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        target: Target,
-        drafter: Drafter | eagle.EagleDrafter | None,
-        n_ctx: int,
-    ) -> None:
-        self.model, self.n_ctx = model, n_ctx
-        self._target, self._drafter = target, drafter
-        self._cached: list[int] = []  # the tokens whose positions are in the KV caches
-        self._n_prompt = 0  # how many of them the last prompt had
-        self._prompt_kept = False  # whether going back to it was made sure of
-        self._afresh = False  # whether the text is a deterministic generation's
-        self._prefixes = PrefixCache(target, drafter)
+    def __init__(self, loaded: Loaded) -> None:
+        self.model, self.n_ctx = loaded.model, loaded.n_ctx
+        # What a user should know about how it was loaded, e.g. that fit=True shortened the context.
+        self.notes = loaded.notes
+        # For debugging: called with every verified tree and the accepted nodes.
+        self.on_verified: Callable[[DraftTree, tuple[int, ...]], None] | None = None
+        self._target, self._drafter = loaded.target, loaded.drafter
+        self._live = LiveText(loaded.target, loaded.drafter)
+        self._live.prefixes.pool.budget = loaded.prefix_cache
         self._turns = Turns()
         # Held while llama.cpp works, so that nothing is freed under it.
         self._working = threading.RLock()
         self._working_thread: int | None = None
         self._pid = os.getpid()
-        # What a user should know about how it was loaded, e.g. that fit=True shortened the context.
-        self.notes: tuple[str, ...] = ()
-        # For debugging: called with every verified tree and the accepted nodes.
-        self.on_verified: Callable[[DraftTree, tuple[int, ...]], None] | None = None
-        self._owned: list[Context | Model | GgufFile] = []
+        self._owned: contextlib.ExitStack | None = loaded.owned
         self._auto: AutoPolicy | None = None
         self._tuning: tuning.Tuning | None = None
         self._calibration: Calibration | None = None
         self._single_rows_differ: bool | None = None  # not known before it is needed
         # What the measured times depend on.
-        self._files: list[Path] = []
-        self._settings: list[object] = []
+        self._files, self._settings = loaded.files, loaded.settings
 
     @classmethod
     def load(
@@ -156,132 +144,22 @@ class Engine:
             LocalspecError: a file is missing, damaged, the two do not fit together, memory is
                 short, or loading was cancelled.
         """
-        owned: list[Context | Model | GgufFile] = []
-        try:
-            info = None
-            if drafter_window < 1:
-                raise LocalspecError(f"drafter_window must be at least 1, not {drafter_window}")
-            workers = parse_workers(rpc)
-            if workers and n_gpu_layers == 0:
-                raise LocalspecError(
-                    "n_gpu_layers=0 leaves nothing to the workers of rpc; it counts the layers on "
-                    "them and on local GPUs (-1: all)"
-                )
-            with GgufFile(target) as header:
-                pairs.check_target(header)
-                target_flash = flash_attn
-                if flash_attn is None and not workers:  # whose devices llama.cpp knows best
-                    target_flash = flash_attention(header, kv_type)
-                if drafter == mtp.MTP:
-                    info, heads = mtp.read_mtp(header), Heads("none")
-                elif drafter is not None:
-                    drafter_file = GgufFile(drafter)
-                    owned.append(drafter_file)
-                    info = pairs.check_pair(header, drafter_file)
-                    heads = Heads.from_gguf(drafter_file, info)
-            inside = info is not None and info.family == mtp.MTP
-            notes: list[str] = []
-            budget = memory.prefix_budget(prefix_cache)
-            if not workers and (fit or check_memory) and valid_context(n_ctx or MIN_N_CTX, kv_type):
-                found = memory.estimate(
-                    target, drafter, n_ctx=n_ctx, n_batch=n_batch, n_gpu_layers=n_gpu_layers,
-                    flash_attn=flash_attn, kv_type=kv_type, drafter_window=drafter_window, fit=fit,
-                    prefix_cache=prefix_cache,
-                )  # fmt: skip
-                budget = found.prefix_cache
-                if check_memory:
-                    memory.check(found, target)
-                notes = memory.changes(found)
-                if notes:
-                    n_ctx, n_gpu_layers = found.n_ctx, found.n_gpu_layers
-            options = ModelOptions(n_gpu_layers, use_mmap, use_mlock, mtp=inside)
-            share = 1.0 if drafter is None or inside else 0.9
-            spread = replace(options, workers=workers)
-            model = Model(target, spread, progress and (lambda f: progress(share * f)))
-            owned.append(model)
-            n_ctx = n_ctx or model.n_ctx_train
-            context = Context(
-                model,
-                ContextOptions(
-                    n_ctx=n_ctx,
-                    n_batch=max(min(n_batch, n_ctx), MAX_NODES + 1),
-                    n_outputs=MAX_NODES + 1,
-                    n_seq_max=1 if model.recurrent else MAX_LEAVES,
-                    rollback=MAX_ROLLBACK if model.recurrent else 0,
-                    n_threads=n_threads,
-                    flash_attn=target_flash,
-                    kv_type=kv_type,
-                    layer_inputs=info.target_layers if info else (),
-                    next_states="all" if inside else None,
-                ),
-            )
-            owned.append(context)
-            the_drafter: Drafter | eagle.EagleDrafter | None = None
-            if info is not None and drafter is not None:
-                drafter_model = model
-                if not inside:
-                    drafter_model = Model(
-                        drafter, options, progress and (lambda f: progress(share + 0.1 * f))
-                    )
-                    owned.append(drafter_model)
-                drafter_flash = False if flash_attn is None and not has_gpu() else flash_attn
-                if info.family != "block":
-                    drafter_options = eagle.context_options(
-                        info,
-                        n_ctx,
-                        window=drafter_window,
-                        n_threads=n_threads,
-                        flash_attn=drafter_flash,
-                    )
-                else:
-                    drafter_options = ContextOptions(
-                        n_ctx=context_cells(info, n_ctx, drafter_window),
-                        n_batch=max(INJECT_ROWS, info.block_size),
-                        n_outputs=info.block_size,
-                        n_threads=n_threads,
-                        flash_attn=drafter_flash,
-                        causal=info.causal,
-                        hidden_states=heads.needs_hidden,
-                    )
-                drafter_context = Context(
-                    drafter_model, drafter_options, other=None if inside else context
-                )
-                owned.append(drafter_context)
-                if inside:
-                    the_drafter = mtp.MtpDrafter(drafter_context, info, drafter_window)
-                elif info.family == "eagle3" and info.heads_path is not None:
-                    layer_model = Model(info.heads_path, options)
-                    owned.append(layer_model)
-                    layer = Context(layer_model, eagle.layer_options(drafter_options))
-                    owned.append(layer)
-                    target_file = GgufFile(target)
-                    owned.append(target_file)
-                    the_drafter = eagle_wide.WideEagleDrafter(
-                        drafter_context, layer, info, drafter_file,
-                        target_file.rows("token_embd.weight"), drafter_window,
-                    )  # fmt: skip
-                elif info.family == "eagle3":
-                    the_drafter = eagle.EagleDrafter(drafter_context, info, drafter_window)
-                else:
-                    the_drafter = Drafter(drafter_context, info, heads, drafter_window)
-            if model.recurrent and context.rollback == 0:
-                logger.warning(
-                    "%s is recurrent and llama.cpp cannot roll its state back: decoding plainly",
-                    model.path.name,
-                )
-            engine = cls(model, Target(context), the_drafter, n_ctx)
-            engine._owned, engine.notes = owned, tuple(notes)
-            engine._prefixes.pool.budget = budget
-            files = (target, None if inside else drafter)
-            engine._files = [Path(f) for f in files if f is not None]
-            engine._settings = [
-                n_threads or default_threads(), n_gpu_layers, flash_attn, kv_type, use_mmap,
-                *([mtp.MTP] if inside else []), *workers,
-            ]  # fmt: skip
-            return engine
-        except BaseException:
-            _close_all(owned)
-            raise
+        options = LoadOptions(
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_threads=n_threads,
+            n_gpu_layers=n_gpu_layers,
+            flash_attn=flash_attn,
+            kv_type=kv_type,
+            drafter_window=drafter_window,
+            use_mmap=use_mmap,
+            use_mlock=use_mlock,
+            fit=fit,
+            check_memory=check_memory,
+            prefix_cache=prefix_cache,
+            rpc=rpc,
+        )
+        return cls(loading.load(target, drafter, options, progress))
 
     @property
     def has_drafter(self) -> bool:
@@ -291,12 +169,12 @@ class Engine:
     @property
     def cached_tokens(self) -> tuple[int, ...]:
         """The tokens in the KV cache; a prompt that begins with them skips their evaluation."""
-        return tuple(self._cached)
+        return tuple(self._live.tokens)
 
     @property
     def prefix_cache(self) -> PrefixStats:
         """What the prefix cache holds, and what it did so far."""
-        return self._prefixes.stats
+        return self._live.prefixes.stats
 
     @property
     def last_logits(self) -> npt.NDArray[np.float32]:
@@ -468,8 +346,7 @@ class Engine:
             )
         is_end = self.model.is_end if stop_token_ids is None else set(stop_token_ids).__contains__
         state = None if grammar is None else grammar.start(self.model)
-        return self._in_turn(
-            turn,
+        request = _Request(
             tokens,
             Sampler(params, tokens, state),
             max_tokens,
@@ -479,6 +356,7 @@ class Engine:
             is_end if state is None else lambda t: is_end(t) or self.model.is_end(t),
             logprobs,
         )
+        return self._in_turn(turn, request)
 
     @property
     def max_nodes(self) -> int:
@@ -575,26 +453,14 @@ class Engine:
             raise LocalspecError(f"token {bad} is outside the vocabulary of {self.model.n_vocab}")
         return tokens
 
-    def _in_turn(
-        self,
-        turn: Turn,
-        prompt: list[int],
-        sampler: Sampler,
-        max_tokens: int | None,
-        draft: DraftOptions,
-        stream: TextStream,
-        is_end: Callable[[int], bool],
-        logprobs: int | None,
-    ) -> Generator[Step, None, None]:
+    def _in_turn(self, turn: Turn, request: _Request) -> Generator[Step, None, None]:
         """Wait for the turn, then generate; llama.cpp works only between the steps."""
         self._check_open()
         if not self._turns.begin(turn):
             yield Step("", (), None, None, "cancelled")
             return
         try:
-            steps = self._generate(
-                turn, prompt, sampler, max_tokens, draft, stream, is_end, logprobs
-            )
+            steps = self._generate(turn, request)
             while True:
                 with self._work():
                     step = next(steps, None)
@@ -616,17 +482,8 @@ class Engine:
             finally:
                 self._working_thread = None
 
-    def _generate(
-        self,
-        turn: Turn,
-        prompt: list[int],
-        sampler: Sampler,
-        max_tokens: int | None,
-        draft: DraftOptions,
-        stream: TextStream,
-        is_end: Callable[[int], bool],
-        logprobs: int | None,
-    ) -> Generator[Step, None, None]:
+    def _generate(self, turn: Turn, request: _Request) -> Generator[Step, None, None]:
+        prompt, sampler, draft = request.prompt, request.sampler, request.draft
         try:
             auto = self._policy(draft, turn)
         except _Cancelled:
@@ -636,13 +493,12 @@ class Engine:
             draft = replace(draft, policy="fixed", tokens=0)
         pad = False
         if draft.deterministic:
-            if not self._afresh:
-                self._keep(0)
+            self._live.set_aside()
             pad = self._pads(draft)
-            determinism.start_over(self)
+            self._live.clear()
             if auto is not None and self._tuning is not None:
                 auto = self._new_policy(self._tuning, pad=pad)
-        prefill = self._prefill(prompt, turn, afresh=draft.deterministic)
+        prefill = self._live.prefill(prompt, turn, deterministic=draft.deterministic)
         if turn.is_cancelled():
             yield Step("", (), None, prefill, "cancelled")
             return
@@ -652,11 +508,11 @@ class Engine:
                 "download or convert it again"
             )
         room = self.n_ctx - len(prompt)
-        left = room if max_tokens is None else min(max_tokens, room)
+        left = room if request.max_tokens is None else min(request.max_tokens, room)
         anchor = sampler.choose(self._target.logits()[0])
         drafting = Drafting(self._target, self._drafter, draft, sampler, prompt, auto, pad)
-        likely = self._logprobs([0], [anchor], logprobs)
-        step = self._step([anchor], left, stream, is_end, likely, prefill=prefill)
+        likely = self._logprobs([0], [anchor], request.logprobs)
+        step = self._step(request, [anchor], left, likely, prefill=prefill)
         while True:
             sampler.commit(step.token_ids)
             drafting.commit(step.token_ids)
@@ -665,12 +521,12 @@ class Engine:
             if step.finish_reason is not None:
                 return
             if turn.is_cancelled():
-                yield Step(stream.finish(), (), None, None, "cancelled")
+                yield Step(request.stream.finish(), (), None, None, "cancelled")
                 return
-            self._keep_prompt()
-            committed, the_round, likely = self._round(anchor, sampler, drafting, left, logprobs)
+            self._live.secure_prompt()
+            committed, the_round, likely = self._round(request, anchor, drafting, left)
             anchor = committed[-1]
-            step = self._step(committed, left, stream, is_end, likely, the_round)
+            step = self._step(request, committed, left, likely, the_round)
 
     def _pads(self, draft: DraftOptions) -> bool:
         """Whether deterministic rounds may not be single rows."""
@@ -680,82 +536,8 @@ class Engine:
             self._single_rows_differ = determinism.single_rows_differ(self)
         return self._single_rows_differ
 
-    def _prefill(self, prompt: list[int], turn: Turn, *, afresh: bool = False) -> Prefill:
-        """Bring the KV caches to exactly `prompt`, reusing the longest prefix there is.
-
-        A cancelled turn ends it between two batches. With `afresh`, texts that were kept are left
-        alone.
-        """
-        started = time.perf_counter()
-        # The last token is always evaluated: its logits are needed.
-        wanted = prompt[:-1]
-        restored = 0 if afresh or not self._prefixes.on else self._recall(wanted)
-        self._cut(common_prefix(self._cached, wanted))
-        reused = len(self._cached)
-        self._n_prompt, self._afresh, self._prompt_kept = len(prompt), afresh, False
-        parts = [prompt[reused:]]
-        if self._target.exact and self._prefixes.on and not afresh and reused < len(wanted):
-            # What comes after the prompt cannot be taken back: the same prompt starts from here.
-            parts = [prompt[reused:-1], prompt[-1:]]
-        for part in parts:
-            for start, n in () if turn.is_cancelled() else self._target.prefill(part):
-                if self._drafter is not None:
-                    self._drafter.absorb(self._target.features(n), prompt[start : start + n])
-                self._cached.extend(prompt[start : start + n])
-                if turn.is_cancelled():
-                    break
-            if part is not parts[-1] and not turn.is_cancelled():
-                self._prefixes.keep(self._cached)
-        return Prefill(
-            len(prompt), len(self._cached) - reused, time.perf_counter() - started,
-            reused, min(restored, reused),
-        )  # fmt: skip
-
-    def _recall(self, wanted: list[int]) -> int:
-        """Bring back the text that was kept with the longest prefix of `wanted`, if it is longer
-        than the live one; the tokens they share."""
-        shared = common_prefix(self._cached, wanted)
-        live = shared if self._drafter is None else self._drafter.cut_point(shared)
-        found = self._prefixes.pool.find(wanted, self._target.cut_point(live))
-        self._keep(shared, hold=found)
-        if found is None:
-            return 0
-        self._cached.clear()
-        if not self._prefixes.restore(found, wanted):
-            return 0
-        self._cached.extend(found.tokens.tolist())
-        return found.usable(wanted)
-
-    def _keep_prompt(self) -> None:
-        """Keep the live text, once, before the drafter's window leaves the prompt too far behind
-        for going back to it."""
-        drafter, end = self._drafter, self._n_prompt - 1
-        if drafter is None or self._target.exact or not self._prefixes.on or self._afresh:
-            return
-        # Its floor moves in steps: by a batch of rows and a round's.
-        if drafter.floor <= end < drafter.floor_after(INJECT_ROWS + MAX_NODES):
-            if (
-                not self._prompt_kept
-                and self._prefixes.pool.find(self._cached[:end], end - 1) is None
-            ):
-                self._prefixes.keep(self._cached)
-            self._prompt_kept = True
-
-    def _keep(self, shared: int, hold: Kept[State] | None = None) -> None:
-        """Keep the live text, if that is worth it, before only `shared` tokens of it stay."""
-        if not self._prefixes.on or not worth_keeping(len(self._cached), self._n_prompt, shared):
-            return
-        self._cut(len(self._cached))  # in line, also after an interrupted round
-        if self._cached:
-            self._prefixes.keep(self._cached, hold)
-
     def _round(
-        self,
-        anchor: int,
-        sampler: Sampler,
-        drafting: Drafting,
-        left: int,
-        logprobs: int | None,
+        self, request: _Request, anchor: int, drafting: Drafting, left: int
     ) -> tuple[list[int], Round, tuple[TokenLogprobs, ...]]:
         """One round; the tokens it commits (accepted ones and the bonus)."""
         clock = time.perf_counter
@@ -766,17 +548,15 @@ class Engine:
         at = clock()
         logits = self._target.verify(anchor, tree)
         verify_seconds = clock() - at
-        outcome = _accept(tree, logits, sampler)
+        outcome = _accept(tree, logits, request.sampler)
         self._target.commit(outcome.path)
         if self.on_verified is not None:
             self.on_verified(tree, outcome.path)
         accepted = [int(tree.token[i]) for i in outcome.path]
-        if self._drafter is not None:
-            rows = [0, *(i + 1 for i in outcome.path)]
-            self._drafter.absorb(self._target.features(rows), [anchor, *accepted])
-        self._cached.extend([anchor, *accepted])
+        rows = [0, *(i + 1 for i in outcome.path)]
+        self._live.extend([anchor, *accepted], rows)
         committed = [*accepted, outcome.bonus]
-        likely = self._logprobs([0, *(i + 1 for i in outcome.path)], committed, logprobs)
+        likely = self._logprobs(rows, committed, request.logprobs)
         drafting.learn(draft, committed, verify_seconds)
         host = clock() - started - draft.seconds - verify_seconds
         seconds = Seconds(draft.seconds, verify_seconds, host)
@@ -801,19 +581,18 @@ class Engine:
 
     def _step(
         self,
+        request: _Request,
         committed: list[int],
         left: int,
-        stream: TextStream,
-        is_end: Callable[[int], bool],
         likely: tuple[TokenLogprobs, ...],
         the_round: Round | None = None,
         prefill: Prefill | None = None,
     ) -> Step:
         """Cut what a round committed at an end token, a stop string or the limit; make the text."""
-        text, kept, reason = "", [], None
+        stream, text, kept, reason = request.stream, "", [], None
         for token in committed:
             kept.append(token)
-            if is_end(token):
+            if request.is_end(token):
                 reason = "stop"
                 break
             text += stream.feed(token)
@@ -829,26 +608,13 @@ class Engine:
             the_round = replace(the_round, accepted=len(kept))
         return Step(text, tuple(kept), the_round, prefill, reason, likely[: len(kept)])
 
-    def _cut(self, n: int) -> None:
-        """Keep the first `n` tokens in every cache (fewer when a cache holds or keeps less).
-
-        This is also what brings the caches in line again after a round that was interrupted
-        anywhere: `_cached` is the last to grow.
-        """
-        if self._drafter is not None:
-            n = self._drafter.cut_point(n)
-        n = self._target.cut(n)
-        if self._drafter is not None:
-            self._drafter.cut(n)
-        del self._cached[n:]
-
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise LocalspecError(
                 "this engine belongs to the process that this one was forked from; load one in "
                 'each process, and start processes with the "spawn" method'
             )
-        if not self._owned:
+        if self._owned is None:
             raise LocalspecError("this engine is closed; load it again")
 
     def close(self) -> None:
@@ -866,9 +632,10 @@ class Engine:
             raise LocalspecError("an engine cannot be closed by its own callback; cancel it first")
         self._turns.cancel()
         with self._working:
-            owned, self._owned = self._owned, []
-            self._prefixes.pool.clear()
-            _close_all(owned)
+            owned, self._owned = self._owned, None
+            self._live.prefixes.pool.clear()
+            if owned is not None:
+                owned.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -886,30 +653,9 @@ class _Cancelled(Exception):
     """Ends a measurement when the generation that needed it is cancelled."""
 
 
-def flash_attention(target: GgufFile, kv_type: str) -> bool | None:
-    """What suits the target: None is llama.cpp's choice, which is on wherever it can be.
-
-    llama.cpp's CPU kernel takes the rows of a pass one by one. Passes of different sizes therefore
-    agree better, with most quantised weights to the bit on one thread, and fewer greedy choices
-    flip by rounding. With float weights the rest of the graph differs anyway, and without the
-    kernel larger passes are faster and less noisy.
-    """
-    if has_gpu() or kv_type not in ("f32", "f16", "bf16"):
-        return None
-    total = sum(t.nbytes for t in target.tensors.values())
-    floats = sum(t.nbytes for t in target.tensors.values() if t.type_name in ("F32", "F16", "BF16"))
-    return False if 2 * floats > total else None
-
-
 def _accept(tree: DraftTree, logits: npt.NDArray[np.float32], sampler: Sampler) -> Acceptance:
     if tree.proposals is not None:
         return accept_rejection(
             tree, lambda row, path: sampler.distribution(logits[row], path), sampler.accept_rng
         )
     return accept_match(tree, lambda row, path: sampler.choose(logits[row], path))
-
-
-def _close_all(owned: list[Context | Model | GgufFile]) -> None:
-    # Contexts before their models, the drafter (which borrows from the target) before both.
-    for thing in reversed(owned):
-        thing.close()

@@ -139,7 +139,7 @@ def estimate(
     Raises:
         LocalspecError: a file is missing, damaged, or the two do not fit together.
     """
-    from localspec.engine import flash_attention
+    from localspec.loading import flash_attention
 
     with contextlib.ExitStack() as files:
         header = files.enter_context(GgufFile(target))

@@ -75,7 +75,7 @@ def measure(
             progress(min(1.0, spent))
         return 1.0 - spent
 
-    engine._cut(0)
+    engine._live.cut(0)
     target, drafter = engine._target, engine._drafter
     limit = min(engine.n_ctx - _SHALLOW - 1, engine.max_nodes + 1)
     sizes = [n for n in SIZES if n <= limit]
@@ -114,7 +114,7 @@ def measure(
     deep = min(_DEEP, engine.n_ctx - limit - 1)
     prefill = shallow[max(shallow)] / max(shallow) * (deep - _SHALLOW)
     if deep > 2 * _SHALLOW and prefill < left() * budget * 0.7:
-        engine._cut(0)
+        engine._live.cut(0)
         for _ in target.prefill(text[:deep]):
             pass
         ratios: dict[int, float] = {}
@@ -125,7 +125,7 @@ def measure(
         factor = np.interp(sizes, list(ratios), list(ratios.values()))
         depths.append(deep)
         curves.append([float(f * s) for f, s in zip(factor, curves[0], strict=True)])
-    engine._cut(0)
+    engine._live.cut(0)
     if progress is not None:
         progress(1.0)
     return Tuning(sizes, depths, curves, float(block), float(host), switch)

@@ -130,12 +130,12 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 def top_two_gap(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], at: int) -> float:
     """How far the target's two best logits lie apart where `tokens[at]` was chosen, plainly."""
     target = engine._target
-    engine._cut(0)
+    engine._live.cut(0)
     for piece in (list(prompt), *([token] for token in tokens[:at])):
         for _ in target.prefill(piece):
             pass
     second, best = np.sort(target.logits()[-1])[-2:]
-    engine._cut(0)
+    engine._live.cut(0)
     return float(best - second)
 
 

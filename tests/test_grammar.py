@@ -782,14 +782,14 @@ TRIP = {
 def tie(engine: Engine, grammar: Grammar, prompt: Sequence[int], text: Sequence[int]) -> float:
     """How far the two best allowed logits lie apart after a prompt and a text, plainly."""
     target = engine._target
-    engine._cut(0)
+    engine._live.cut(0)
     for piece in (list(prompt), *([t] for t in text)):
         for _ in target.prefill(piece):
             pass
     logits = np.array(target.logits()[-1])
     state = constraint.walk(grammar.start(engine.model), text)
     logits = np.sort(logits[state.allows(np.arange(len(logits)))])
-    engine._cut(0)
+    engine._live.cut(0)
     return float(logits[-1] - logits[-2]) if len(logits) > 1 else np.inf
 
 
@@ -883,7 +883,7 @@ def test_sampled_text_follows_the_masked_target(load: Callable[..., Engine], rul
     target = engine._target
 
     def logits(after: list[int]) -> np.ndarray:
-        engine._cut(0)
+        engine._live.cut(0)
         for _ in target.prefill([*prompt, *after]):
             pass
         return np.array(target.logits()[-1])
@@ -896,7 +896,7 @@ def test_sampled_text_follows_the_masked_target(load: Callable[..., Engine], rul
     allowed[seconds] = True
     law = np.array([p[i] * masked_first(logits([t]), allowed, params)[seconds]
                     for i, t in enumerate(firsts)])  # fmt: skip
-    engine._cut(0)
+    engine._live.cut(0)
     counts = np.zeros((4, 4))
     for seed in range(400):
         steps = engine.generate(

@@ -49,12 +49,12 @@ def test_large_vocabularies_keep_their_tail():
 def plain_rows(engine: Engine, prompt: list[int], text: list[int]) -> list[np.ndarray]:
     """The target's log probabilities at every token of a text, evaluated one by one."""
     target, rows = engine._target, []
-    engine._cut(0)
+    engine._live.cut(0)
     for piece in (prompt, *([t] for t in text[:-1])):
         for _ in target.prefill(piece):
             pass
         rows.append(log_softmax(np.array(target.logits()[-1])))
-    engine._cut(0)
+    engine._live.cut(0)
     return rows
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from localspec import determinism, estimate, memory
+from localspec import estimate, memory
 from localspec.chat import Chat
 from localspec.cli import cli
 from localspec.cli.options import load_engine
@@ -180,11 +180,11 @@ def checked(
     how = {"max_tokens": n, "stop_token_ids": ()}
     result = engine.complete(prompt, draft=draft, **how)
     assert result.reused_tokens + result.processed_tokens == result.prompt_tokens == len(prompt)
-    determinism.start_over(fresh)
+    fresh._live.clear()
     plain = fresh.complete(prompt, draft=PLAIN, **how)
     same_text(fresh, prompt, plain.token_ids, result.token_ids)
     stats = engine.prefix_cache
-    assert stats.used == sum(size(k) for k in engine._prefixes.pool._kept) <= stats.budget
+    assert stats.used == sum(size(k) for k in engine._live.prefixes.pool._kept) <= stats.budget
     return result.processed_tokens, result.restored_tokens
 
 
@@ -230,7 +230,7 @@ def test_the_golden_pair_says_exactly_what_a_fresh_one_says(
     ):
         for turn in range(9):
             prompt = prompts[turn % 3]
-            determinism.start_over(fresh)
+            fresh._live.clear()
             expected = fresh.complete(prompt, max_tokens=40, draft=draft)
             result = engine.complete(prompt, max_tokens=40, draft=draft)
             assert result.token_ids == expected.token_ids
@@ -352,7 +352,7 @@ def test_what_llama_cpp_refuses_is_evaluated_again(load: Load, part: int) -> Non
     engine, fresh = load("vanilla", prefix_cache="16M"), load(None)
     for seed in (0, 1):
         checked(engine, fresh, words(seed), CHAIN)
-    cells, drafter = engine._prefixes.pool._kept[0].state
+    cells, drafter = engine._live.prefixes.pool._kept[0].state
     (cells if part == 0 else drafter.cells)[:200] = 255
     assert checked(engine, fresh, words(0), CHAIN) == (60, 0)
     assert checked(engine, fresh, words(1), CHAIN) == (1, 59)
@@ -530,9 +530,9 @@ def test_four_conversations_in_any_order(pair: tuple[Engine, Engine]) -> None:
     drafts = (CHAIN, TREE) if engine.has_drafter else (CONTEXT, PLAIN)
     restored = 0
     for step in range(26):
-        engine._prefixes.pool.budget = (64 * MB, 64 * MB, 400_000)[step // 9]
+        engine._live.prefixes.pool.budget = (64 * MB, 64 * MB, 400_000)[step // 9]
         if engine.prefix_cache.used > engine.prefix_cache.budget:
-            engine._prefixes.pool.clear()
+            engine._live.prefixes.pool.clear()
         i, what = int(rng.integers(4)), rng.random()
         draft = drafts[int(rng.integers(2))]
         if len(talks[i]) > 250 or what < 0.15:
@@ -547,7 +547,7 @@ def test_four_conversations_in_any_order(pair: tuple[Engine, Engine]) -> None:
             continue
         elif what < 0.5 and engine.cached_tokens:
             engine._target.context.clear()  # as bad as an interruption can be
-            engine._cut(0)
+            engine._live.cut(0)
         restored += checked(engine, fresh, talks[i], draft, 10)[1] > 0
         if what > 0.6:
             talks[i] = [*talks[i], *fresh.cached_tokens[len(talks[i]) :], *words(step, 6)]
