@@ -25,8 +25,9 @@ import numpy as np
 
 from common import PROMPT_FILES, first_turns
 from localspec import pairs
+from localspec.cost_curve import CostCurve
 from localspec.engine import Engine
-from localspec.policy import AutoPolicy, CostCurve
+from localspec.policy import AutoPolicy
 from localspec.tree import ROOT, DraftTree
 from recording import NODES, Trace, load, record, save
 from trees import matches

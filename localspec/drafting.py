@@ -13,7 +13,8 @@ from localspec.drafter import Drafter
 from localspec.eagle import EagleDrafter, EagleRollout
 from localspec.errors import LocalspecError
 from localspec.heads import Heads
-from localspec.policy import AutoPolicy, ContextOdds, Floats
+from localspec.odds import ContextOdds
+from localspec.policy import AutoPolicy, Floats
 from localspec.rollout import draw_tree, grow_tree
 from localspec.sampled import sample_tree
 from localspec.sampling import Sampler

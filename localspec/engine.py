@@ -17,6 +17,7 @@ import numpy.typing as npt
 from localspec import aio, calibration_file, determinism, loading, tuning
 from localspec.accept import Acceptance, accept_match, accept_rejection
 from localspec.calibration import Calibration
+from localspec.cost_curve import CostCurve
 from localspec.drafter import DRAFTER_WINDOW
 from localspec.drafting import MAX_NODES, Drafting, DraftOptions
 from localspec.errors import LocalspecError
@@ -24,7 +25,7 @@ from localspec.grammar import Grammar
 from localspec.live import LiveText
 from localspec.loading import Loaded, LoadOptions
 from localspec.logprobs import path_logprobs
-from localspec.policy import AutoPolicy, CostCurve
+from localspec.policy import AutoPolicy
 from localspec.prefixes import PrefixStats
 from localspec.sampling import Sampler, SamplingParams
 from localspec.steps import Prefill, Result, Round, Seconds, Step, TokenLogprobs

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localspec import places
-from localspec.policy import SIZES
+from localspec.cost_curve import SIZES
 from localspec.rollout import grow_tree
 from localspec.tree import Block, DraftTree, build_tree
 

@@ -32,7 +32,7 @@ from localspec.cli import cli
 from localspec.engine import DraftOptions, Engine
 from localspec.errors import LocalspecError
 from localspec.ggufio import GgufFile
-from localspec.policy import Survival
+from localspec.odds import Survival
 from localspec.tree import ROOT, build_tree
 
 DEPTHS = 3

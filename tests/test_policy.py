@@ -14,17 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localspec import tuning
+from localspec.cost_curve import SIZES, CostCurve
 from localspec.engine import DraftOptions, Engine
-from localspec.policy import (
-    SIZES,
-    AutoPolicy,
-    ContextOdds,
-    CostCurve,
-    Pacing,
-    RankOdds,
-    Survival,
-    best_size,
-)
+from localspec.odds import ContextOdds, RankOdds, Survival
+from localspec.pacing import Pacing
+from localspec.policy import AutoPolicy, best_size
 from localspec.tree import DraftTree, merge_branch
 
 

@@ -1,0 +1,90 @@
+"""What passes cost on this machine, and how that changes while it generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+# Sizes of the target's passes that are measured: every size where kernels are known to change
+# (8 | 9 on CUDA, Metal and Vulkan, 16 | 17 and 32 | 33 for tensor-core tiles) has both its sides.
+SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
+# Costs change slowly with the context: one curve serves this many tokens of depth.
+_DEPTH_STEP = 32
+
+
+class CostCurve:
+    """T(n): the time of one target pass over n tokens, at any context depth.
+
+    Between measured sizes and depths it interpolates linearly; it is never assumed to be smooth
+    or rising. While generating, `observe` follows the machine: a busy machine slows everything
+    alike, which changes no decision, so that common factor is tracked apart and only what a size
+    does differently moves its own entry.
+
+    Args:
+        sizes: [M] rising pass sizes n, the first 1.
+        depths: [K] rising context depths in tokens.
+        seconds: [K, M] seconds per pass.
+    """
+
+    def __init__(self, sizes: Sequence[int], depths: Sequence[int], seconds: Floats) -> None:
+        self.sizes = np.asarray(sizes, np.int64)
+        self.depths = np.asarray(depths, np.int64)
+        self.seconds = np.asarray(seconds, np.float64)
+        self._every = np.arange(1, int(self.sizes[-1]) + 1)
+        self._factor = np.ones(len(self._every))
+        self._load = 1.0
+        self._known: dict[int, Floats] = {}
+
+    @property
+    def load(self) -> float:
+        """How much longer passes take now than when they were measured, whatever their size."""
+        return self._load
+
+    @property
+    def largest(self) -> int:
+        """The largest pass the curve knows."""
+        return int(self.sizes[-1])
+
+    def at(self, depth: int) -> Floats:
+        """[largest] seconds of passes of 1, 2, 3, ... tokens at a context depth."""
+        out: Floats = self._at_step(depth) * self._factor
+        return out
+
+    def _at_step(self, depth: int) -> Floats:
+        """As it was measured, before anything was observed."""
+        step = depth // _DEPTH_STEP
+        if step not in self._known:
+            self._known[step] = self._measured(step * _DEPTH_STEP)
+        return self._known[step]
+
+    def _measured(self, depth: int) -> Floats:
+        rows = np.array([np.interp(self._every, self.sizes, row) for row in self.seconds])
+        if len(rows) == 1:
+            only: Floats = rows[0]
+            return only
+        weight = float(np.interp(depth, self.depths, np.arange(len(rows))))
+        # Beyond the last measured depth the slope goes on: attention only gets longer.
+        if depth > self.depths[-1]:
+            span = self.depths[-1] - self.depths[-2]
+            weight += float((depth - self.depths[-1]) / span)
+        low = min(int(weight), len(rows) - 2)
+        out: Floats = np.maximum(rows[low] + (weight - low) * (rows[low + 1] - rows[low]), 1e-9)
+        return out
+
+    def observe(self, size: int, depth: int, seconds: float) -> None:
+        """Learn from a real pass. One outlier moves an entry by half a percent at most."""
+        if not 1 <= size <= self.largest or seconds <= 0:
+            return
+        expected = float(self._at_step(depth)[size - 1]) * float(self._factor[size - 1])
+        ratio = seconds / expected
+        self._load *= bounded(ratio / self._load, 0.8, 1.25) ** 0.3
+        own = bounded(ratio / self._load, 0.8, 1.25) ** 0.02
+        self._factor[size - 1] = bounded(float(self._factor[size - 1]) * own, 0.25, 4.0)
+
+
+def bounded(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)  # numpy's clip costs more than everything around it
