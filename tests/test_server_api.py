@@ -670,6 +670,32 @@ def test_reasoning_of_earlier_answers_goes_to_the_template(
     assert chat(client, messages=messages, max_tokens=1).usage.prompt_tokens == short + tokens
 
 
+def test_earlier_calls_that_a_template_does_not_write(
+    tool_server: Running, tool_client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+):
+    """They become a part of the answer that they belong to, written as the model writes them."""
+    service = tool_server.service
+    service.__dict__.pop("tool_format", None)
+    source = (
+        "{% if tools %}List of tools: [{{ tools | tojson }}]{% endif %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    monkeypatch.setattr(service, "template", ChatTemplate(source))
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    written = 'So:<|tool_call_start|>[weather(city="Rome")]<|tool_call_end|>'
+    answers = [
+        chat(tool_client, messages=[*user("hello"), answer], max_tokens=8)
+        for answer in (
+            {"role": "assistant", "content": "So:", "tool_calls": calls},
+            {"role": "assistant", "content": written},
+        )
+    ]
+    assert answers[0].choices == answers[1].choices
+    assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
+    service.__dict__.pop("tool_format", None)
+
+
 # ---- what is refused
 
 OK: dict[str, Any] = {"messages": user("x"), "max_tokens": 3}

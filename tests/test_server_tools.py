@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 from localspec.grammar import Grammar
-from localspec.server.tool_format import ToolFormat, format_of, moved, uses_tools
+from localspec.server.tool_format import ToolFormat, moved
+from localspec.server.tool_sample import format_of, uses_tools
 from localspec.server.tools import CallReader
 from localspec.template import ChatTemplate
 
@@ -47,7 +48,7 @@ FORMATS = {
     "mistral small": ("named", "[TOOL_CALLS]", ""),
     "kimi": ("named", "<|call_begin|>functions.", "<|call_end|>"),
     "nested": ("json", "<|a_call|>", "<|a_calls_end|>"),
-    "tags": ("tags", "<tool_call>\n", "\n</tool_call>"),
+    "tags": ("tags", "<tool_call>\n<function=", "\n</function>\n</tool_call>"),
 }
 ADD: dict[str, Any] = {
     "type": "function",

@@ -67,7 +67,9 @@ def _prepare(service: Service, body: Mapping[str, Any], ask: Wanted) -> _Answer:
         raise ApiError(
             "tools go with no response_format or grammar; give one of them", param="response_format"
         )
-    text = service.render(for_template(body["messages"]), tools, variables)
+    called = any(m.get("tool_calls") for m in body["messages"])
+    messages = for_template(body["messages"], service.tool_format if called else None)
+    text = service.render(messages, tools, variables)
     if forced or grammar is not None:
         text = closed(text)
     begun = ""

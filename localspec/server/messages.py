@@ -7,18 +7,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localspec.server.errors import ApiError
+from localspec.server.tool_arguments import as_content
+from localspec.server.tool_format import ToolFormat
 
 
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def for_template(
+    messages: Sequence[Mapping[str, Any]], form: ToolFormat | None = None
+) -> list[dict[str, Any]]:
     """Messages with plain text as content, and with tool arguments as objects.
 
     Args:
         messages: checked against `schema.MESSAGE`.
+        form: how calls are written; they become content where the template does not write them.
 
     Raises:
         ApiError: a message lacks what its role needs.
     """
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    out = [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    if form is not None and not form.written:
+        for message in out:
+            if "tool_calls" in message:
+                message["content"] += as_content(message.pop("tool_calls"), form)
+    return out
 
 
 def _message(message: Mapping[str, Any], at: str) -> dict[str, Any]:

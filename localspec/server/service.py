@@ -20,7 +20,8 @@ from localspec.server.answers import Answers
 from localspec.server.errors import ApiError, refused, server_error
 from localspec.server.metrics import Metrics
 from localspec.server.queue import FairQueue, QueueClosed, QueueFull
-from localspec.server.tool_format import ToolFormat, format_of, uses_tools
+from localspec.server.tool_format import ToolFormat
+from localspec.server.tool_sample import format_of, uses_tools
 from localspec.steps import Result, Step
 from localspec.template import ChatTemplate
 

@@ -1,39 +1,45 @@
-"""How a model's chat template writes tool calls.
+"""How a model writes tool calls, and what makes it write one.
 
-Nothing is known about model families here. The template itself is asked: it renders a sample call,
-and what it puts around the name and the arguments is the format (Hermes and Qwen, Llama 3, Mistral,
-DeepSeek, ... write JSON; Qwen3-Coder and Qwen3.5 write tags).
+Nothing is known about model families here; `tool_sample` reads a format off a chat template.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from localspec.errors import LocalspecError
+NAME = "sample_function"
+# A string and a number, in the order of their names: some templates sort.
+KEY, VALUE = "sample_key", "sample_value"
+NUMBER_KEY, NUMBER = "sample_number", 31415
+ARGUMENTS: dict[str, Any] = {KEY: VALUE, NUMBER_KEY: NUMBER}
+ID = "call00001"  # nine letters and digits, as Mistral's templates want it
 
-_NAME, _KEY, _VALUE = "sample_function", "sample_key", "sample_value"
-_ID = "call00001"  # nine letters and digits, as Mistral's templates want it
-_TEXT = "\u2603 sample text"
-_SAMPLE: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "A sample.",
-        "parameters": {
-            "type": "object",
-            "properties": {_KEY: {"type": "string"}},
-            "required": [_KEY],
-        },
-    },
-}
-_DECODER = json.JSONDecoder()
-
-Render = Callable[..., str]
 Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The marks around keys and values; `{key}KEY{value}VALUE{close}` for each argument.
+
+    Attributes:
+        key: before a key.
+        value: between key and value, up to the value's type where that is written.
+        text_type: the type that says that a value is text, not JSON; "" where none is written.
+        typed: between that type and the value.
+        close: after a value.
+        cdata: text with signs that XML knows is between `<![CDATA[` and `]]>`.
+    """
+
+    key: str
+    value: str
+    text_type: str
+    typed: str
+    close: str
+    cdata: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,29 +48,46 @@ class ToolFormat:
 
     Attributes:
         kind: "json": an object with name and arguments (or a list of such); "named": the name, then
-            the arguments as JSON; "tags": `<function=name><parameter=key>value</parameter>...`.
+            the arguments as JSON; "gemma": the same in Gemma's notation; "tags": the name, then
+            each argument between marks; "python": a list of Python calls.
         start: what comes before a call; "" when a call is the whole answer.
         end: what comes after it.
-        middle: between name and arguments ("named").
+        middle: between name and arguments ("named", "tags").
+        again: between a call and another one that begins without `start`; None where all have it.
+        tags: the marks around the arguments ("tags").
         name_path, arguments_path: where in the JSON object they are ("json").
         listed: the object is in a list ("json").
         sample: the object of the sample call ("json").
+        written: the template writes the calls of earlier answers; else they have to be put into
+            their content (`tool_arguments.as_content`).
     """
 
     kind: str
     start: str
     end: str
     middle: str = ""
+    again: str | None = None
+    tags: Tags | None = None
     name_path: tuple[str, ...] = ()
     arguments_path: tuple[str, ...] = ()
     listed: bool = False
     sample: Any = None
+    written: bool = True
 
     @property
-    def middle_pattern(self) -> re.Pattern[str]:
-        """`middle`, whatever the call's id or number is in it."""
-        middle = re.escape(self.middle.strip()).replace(_ID, "ID")
-        return re.compile(re.sub(r"\d+", r"\\d+", middle).replace("ID", r"\w+") or r"\s*(?={)")
+    def head(self) -> re.Pattern[str]:
+        """From `start` (its id, where it has one) through a name (group 1) to the arguments.
+
+        Of several marks behind the name the last one will do: models leave out ids, and add
+        marks that templates do not write.
+        """
+        before = self.start.partition(ID)
+        lead, middle = _any_number(before[1] + before[2]), self.middle.strip()
+        last = re.search(r"(?:<[^<>]+>|\[[^][]+\])$", middle)
+        others = ""
+        if last is not None and last[0] != middle:
+            others = rf"|(?=[<[]).*{re.escape(last[0])}"
+        return re.compile(rf"\s*{lead}\s*([\w.-]+?)\s*(?:{_any_number(middle)}{others})\s*")
 
     def forced(self, tools: Sequence[Tool]) -> tuple[str, dict[str, Any] | None]:
         """How to make the model call one of `tools`: how its answer begins, and what it follows.
@@ -82,12 +105,13 @@ class ToolFormat:
                 schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
             parameters = (moved(parameters_of(t), at) for t, at in zip(tools, places, strict=True))
             return self.start, schema | {"$defs": {str(i): p for i, p in enumerate(parameters)}}
-        if self.kind == "named" and len(tools) == 1:
-            function = tools[0]["function"]
-            return self.start + function["name"] + self.middle, parameters_of(tools[0])
-        if self.kind == "tags" and len(tools) == 1:
-            return f"{self.start}<function={tools[0]['function']['name']}>\n", None
-        return (self.start + "<function=" if self.kind == "tags" else self.start), None
+        start = self.start + {"python": "["}.get(self.kind, "")
+        if len(tools) > 1:
+            return start, None
+        begun = start + tools[0]["function"]["name"]
+        if self.kind == "named":
+            return begun + self.middle, parameters_of(tools[0])
+        return begun + {"gemma": "{", "python": "("}.get(self.kind, self.middle), None
 
     def _object(self, tool: Tool, parameters: str) -> dict[str, Any]:
         """The schema of a call of one tool: the sample, with its name and arguments.
@@ -98,14 +122,14 @@ class ToolFormat:
         """
 
         def like(value: Any) -> dict[str, Any]:
-            if value == _NAME:
+            if value == NAME:
                 return {"const": tool["function"]["name"]}
-            if as_object(value) == {_KEY: _VALUE}:
+            if as_object(value) == ARGUMENTS:
                 return {"$ref": parameters}
             if not isinstance(value, dict):
                 return {"const": value}
             # A call's id is not the model's to choose.
-            properties = {k: like(v) for k, v in value.items() if v != _ID}
+            properties = {k: like(v) for k, v in value.items() if v != ID}
             return {
                 "type": "object",
                 "properties": properties,
@@ -135,97 +159,6 @@ def moved(schema: Any, place: str) -> Any:
     return out
 
 
-def uses_tools(render: Render) -> bool:
-    """Whether a template tells the model about tools.
-
-    Args:
-        render: `ChatTemplate.render`, or like it.
-    """
-    try:
-        return _NAME in render([{"role": "user", "content": _TEXT}], tools=[_SAMPLE])
-    except LocalspecError:
-        return False
-
-
-def format_of(render: Render) -> ToolFormat | None:
-    """How a template writes calls; None when it does not, or not in a way known here.
-
-    Args:
-        render: `ChatTemplate.render`, or like it.
-    """
-    user = {"role": "user", "content": _TEXT}
-    call = {
-        "id": _ID,
-        "type": "function",
-        "function": {"name": _NAME, "arguments": {_KEY: _VALUE}},
-    }
-    plain = {"role": "assistant", "content": _TEXT}
-    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-
-    def text(answer: Tool) -> str:
-        return render([user, answer], tools=[_SAMPLE], add_generation_prompt=False)
-
-    try:
-        with_call, without = text(calling), text(plain)
-    except LocalspecError:
-        return None
-    # What differs is the call, but for tokens like <|start of this|> and <|start of that|>.
-    begin = _common(with_call, without)
-    end = len(with_call) - _common(with_call[begin:][::-1], without[begin:][::-1])
-    opened = with_call.rfind("<", 0, begin)
-    if opened > with_call.rfind(">", 0, begin):
-        begin = opened
-    opened, closed = with_call.rfind("<", begin, end), with_call.find(">", end)
-    if opened > with_call.rfind(">", begin, end) and closed >= 0:
-        end = closed + 1
-    return _recognized(with_call[begin:end])
-
-
-def _recognized(written: str) -> ToolFormat | None:
-    name_at = written.find(_NAME)
-    if name_at < 0:
-        return None
-    tag = written.find(f"<function={_NAME}>")
-    if tag >= 0 and f"<parameter={_KEY}>" in written:
-        end = written.rfind("</function>")
-        if end < 0:
-            return None
-        return ToolFormat("tags", written[:tag].lstrip(), written[end + len("</function>") :])
-    for at, sign in enumerate(written):
-        if sign not in "[{":
-            continue
-        try:
-            value, end = _DECODER.raw_decode(written, at)
-        except ValueError:
-            continue
-        if isinstance(value, list) and len(value) != 1:
-            continue
-        item = value[0] if isinstance(value, list) else value
-        arguments = _path_of(item, lambda v: as_object(v) == {_KEY: _VALUE})
-        name = _path_of(item, lambda v: v == _NAME)
-        if name and arguments:
-            return ToolFormat(
-                "json", written[:at].lstrip(), written[end:], name_path=name,
-                arguments_path=arguments, listed=isinstance(value, list), sample=item,
-            )  # fmt: skip
-        start, middle = written[:name_at].lstrip(), written[name_at + len(_NAME) : at]
-        if item == {_KEY: _VALUE} and name_at < at and start and _ID not in start:
-            return ToolFormat("named", start, written[end:], middle)
-    return None
-
-
-def _path_of(value: Any, wanted: Callable[[Any], bool]) -> tuple[str, ...]:
-    """Keys to the value that is wanted; () for none."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if wanted(item):
-                return (key,)
-            below = _path_of(item, wanted)
-            if below:
-                return (key, *below)
-    return ()
-
-
 def as_object(value: Any) -> Any:
     """Arguments are sometimes written as JSON text."""
     if isinstance(value, str):
@@ -236,8 +169,7 @@ def as_object(value: Any) -> Any:
     return value
 
 
-def _common(a: str, b: str) -> int:
-    """How many characters two texts begin with in common."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+def _any_number(text: str) -> str:
+    """A pattern of `text`, whatever the call's id and its number are in it."""
+    pattern = re.escape(text).replace(ID, "ID")
+    return re.sub(r"\d+", r"\\d+", pattern).replace("ID", r"\w+")

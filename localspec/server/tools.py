@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from localspec.llama import Model
-from localspec.server.tool_format import Tool, ToolFormat, as_object, parameters_of
+from localspec.server.tool_arguments import GEMMA_QUOTE
+from localspec.server.tool_format import Tool, ToolFormat
+from localspec.server.tool_parser import CallParser, Parsed
+from localspec.server.tool_scan import EndOfText, NoCall, Steps
 from localspec.text import overlap
 
-_DECODER = json.JSONDecoder()
+# Llama 3 writes it in front of calls when it has tools of its own.
+_PYTHON_TAG = "<|python_tag|>"
+_MOST_SPACE = 1000  # in front of an answer that is a call
+_MOST_IN_VAIN = 1_000_000  # characters of an answer that were taken for calls and are none
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ class Call:
 class CallReader:
     """Takes the text of an answer piece by piece, and gives out plain text and calls.
 
-    Text that looks like a call but is none (not JSON, no such function) comes out as text.
+    Text that looks like a call but is none (not JSON, no such function) comes out as text; an
+    answer that is full of such is not looked through to its end. White space around calls goes
+    with them.
 
     Args:
         form: how the model writes calls.
@@ -46,159 +53,128 @@ class CallReader:
 
     def __init__(self, form: ToolFormat, tools: Sequence[Tool], begun: str = "") -> None:
         self._form = form
-        self._tools = {t["function"]["name"]: t for t in tools}
-        self._marker, self._end = form.start.strip(), form.end.strip()
-        if form.kind == "tags" and not self._marker:
-            self._marker = "<function="
-        self._held = ""
-        self._calling = self._plain = False
+        self._parser = CallParser(form, {t["function"]["name"]: t for t in tools})
+        self._waiting = begun  # text that may be the beginning of a call
+        self._space = list[str]()  # behind the text given out so far
+        self._behind = self._plain = False  # behind a call; no more calls are looked for
+        self._parse: Steps[Parsed] | None = None
+        self._lead, self._read = "", list[str]()  # the call's beginning, and what was parsed
+        self._in_vain = 0
         self.calls: list[Call] = []
-        if begun:
-            self._held = begun
 
     def marked_by(self, model: Model) -> bool:
         """Whether calls are marked with special tokens, which text does not show."""
         form = self._form
-        marks = model.tokenize(f"{form.start} {form.middle} {form.end}")
+        around = [form.start, form.middle, form.end, form.again or ""]
+        around += [GEMMA_QUOTE] if form.kind == "gemma" else []
+        if form.tags is not None:
+            around += [mark for mark in astuple(form.tags) if isinstance(mark, str)]
         return any(
             not model.piece(t) and model.piece(t, special=True) and not model.is_end(t)
-            for t in marks
+            for t in model.tokenize(" ".join(around))
         )
 
     def feed(self, text: str) -> tuple[str, list[Call]]:
         """Add text; what is certain by now: plain text, and calls after it."""
-        self._held += text
-        return self._advance(final=False)
+        return self._advance(text, final=False)
 
     def finish(self) -> tuple[str, list[Call]]:
         """What was held back, when no more text comes."""
-        return self._advance(final=True)
+        return self._advance("", final=True)
 
-    def _advance(self, *, final: bool) -> tuple[str, list[Call]]:
-        out, calls = "", list[Call]()
-        while self._held:
-            if not self._calling:
-                out += self._plain_text(final)
-                if not self._calling:
-                    break
-            found = self._read_call(final)
-            if found is None:  # not complete
-                if not final:
-                    break
-                out, self._held, self._calling = out + self._held, "", False
+    def _advance(self, text: str, *, final: bool) -> tuple[str, list[Call]]:
+        text, self._waiting = self._waiting + text, ""
+        out, found, at = list[str](), list[Call](), 0
+        while True:
+            if self._parse is None:
+                at = self._plain_text(text, at, out, final)
+            if self._parse is None:
                 break
-            read, rest = found
-            if not read:
-                # No call after all. What follows its beginning is looked through again.
-                skip = max(1, len(self._marker))
-                out, self._held = out + self._held[:skip], self._held[skip:]
-                self._plain = self._plain or not self._marker
-            else:
-                calls += read
-                self._held = rest.lstrip()
-            self._calling = False
-        self.calls += calls
-        return out, calls
+            begin = at
+            try:
+                while at < len(text):
+                    at += 1
+                    self._parse.send(text[at - 1])
+                if not final:
+                    self._read.append(text[begin:])
+                    break
+                self._parse.throw(EndOfText())
+            except StopIteration as e:
+                parsed: Parsed = e.value
+                calls = _calls(parsed)
+                if calls is not None:
+                    found += calls
+                    self._space, self._behind = [], not parsed.again
+                    if parsed.again:
+                        self._begin(parsed.rest, again=True)
+                    else:
+                        self._end()
+                        text, at = _back(text, at, parsed.rest)
+                    continue
+            except NoCall:
+                pass
+            # No call after all. What follows its beginning is looked through again.
+            self._in_vain += sum(map(len, self._read)) + at - begin
+            self._plain = not self._parser.marker or self._in_vain > _MOST_IN_VAIN
+            out += [*self._space, self._lead]
+            self._space = []
+            text, at = ("".join(self._read) + text, 0) if self._read else (text, begin)
+            self._end()
+        self.calls += found
+        return "".join(out), found
 
-    def _plain_text(self, final: bool) -> str:
-        """Text in front of the next call; sets `_calling` when one begins."""
-        held, marker = self._held, self._marker
-        if not marker:  # an answer is a call, or it is not
-            begin = held.lstrip()
-            if begin.startswith("<|python_tag|>"):
-                begin = begin.removeprefix("<|python_tag|>").lstrip()
-            if not self._plain and begin[:1] in ("{", "["):
-                self._held, self._calling = begin, True
-                return ""
-            undecided = not self._plain and "<|python_tag|>".startswith(begin)  # or it is empty
-            if undecided and not final:
-                return ""
-            self._plain, self._held = True, ""
-            return held
-        at = held.find(marker)
-        if at >= 0:
-            self._held, self._calling = held[at:], True
-            return held[:at].rstrip()
-        # White space in front of a call goes with it.
-        keep = 0 if final else overlap(held, marker)
-        cut = len(held[: len(held) - keep].rstrip()) if not final else len(held)
-        self._held = held[cut:]
-        return held[:cut]
+    def _begin(self, lead: str, *, again: bool) -> None:
+        self._lead, self._read = lead, []
+        self._parse = self._parser.parse(again=again)
+        next(self._parse)
 
-    def _read_call(self, final: bool) -> tuple[list[Call], str] | None:
-        """Calls at the beginning of what is held, and the rest; None while it is incomplete."""
-        rest = self._held[len(self._marker) :].lstrip() if self._marker else self._held
-        if self._form.kind == "tags":
-            return self._read_tags(self._held if self._marker == "<function=" else rest)
-        name = ""
-        if self._form.kind == "named":
-            match = self._form.middle_pattern.search(rest)
-            if match is None:
-                return None
-            name, rest = rest[: match.start()].strip(), rest[match.end() :].lstrip()
-        try:
-            value, end = _DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            broken = final or (self._end and self._end in rest)
-            return ([], "") if broken else None
-        items = value if isinstance(value, list) else [value]
-        read = [self._call(name, item) for item in items]
-        calls = [c for c in read if c is not None]
-        if len(calls) != len(items):
-            return [], ""
-        after = rest[end:].lstrip()
-        if self._end:
-            if not final and len(after) < len(self._end) and self._end.startswith(after):
-                return None
-            after = after.removeprefix(self._end)
-        elif not self._marker:
-            after = after.lstrip("; \n")
-        return calls, after
+    def _end(self) -> None:
+        self._parse, self._read = None, []
 
-    def _call(self, name: str, value: Any) -> Call | None:
-        arguments = value
-        if self._form.kind == "json":
-            found = _at(value, self._form.name_path)
-            name = found if isinstance(found, str) else ""
-            arguments = _at(value, self._form.arguments_path)
-            arguments = {} if arguments is None else as_object(arguments)
-        if name not in self._tools or not isinstance(arguments, dict):
-            return None
-        return Call(name, json.dumps(arguments, ensure_ascii=False))
-
-    def _read_tags(self, rest: str) -> tuple[list[Call], str] | None:
-        end = rest.find("</function>")
-        if end < 0:
-            return None
-        match = re.match(r"<function=([^>\n]+)>", rest)
-        if match is None or match[1].strip() not in self._tools:
-            return [], ""
-        name = match[1].strip()
-        properties = parameters_of(self._tools[name]).get("properties", {})
-        arguments = {
-            key.strip(): _typed(value, properties.get(key.strip(), {}))
-            for key, value in re.findall(
-                r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", rest[match.end() : end], re.DOTALL
-            )
-        }
-        after = rest[end + len("</function>") :].lstrip()
-        if self._end and len(after) < len(self._end) and self._end.startswith(after):
-            return None
-        after = after.removeprefix(self._end)
-        return [Call(name, json.dumps(arguments, ensure_ascii=False))], after
+    def _plain_text(self, text: str, at: int, out: list[str], final: bool) -> int:
+        """Gives out text from `at` to the next call, which it begins; returns where that is."""
+        marker = self._parser.marker
+        while self._behind and at < len(text):
+            self._behind = text[at].isspace() or (text[at] == ";" and not marker)
+            at += self._behind
+        if not marker and not self._plain:  # an answer is a call, or it is not
+            rest = text[at:]
+            begin = rest.lstrip().removeprefix(_PYTHON_TAG).lstrip()
+            lead = rest.removesuffix(begin)
+            if len(lead) <= _MOST_SPACE and begin[:1] in ("{", "["):
+                self._begin(lead, again=False)
+                return len(text) - len(begin)
+            if len(lead) <= _MOST_SPACE and not final and _PYTHON_TAG.startswith(begin):
+                self._waiting = rest
+                return len(text)
+            self._plain = True
+        found = -1 if self._plain or not marker else text.find(marker, at)
+        keep = (
+            0 if final or self._plain else overlap(text[max(at, len(text) - len(marker)) :], marker)
+        )
+        end = found if found >= 0 else len(text) - keep
+        stripped = text[at:end].rstrip()
+        if stripped:
+            out += [*self._space, stripped]
+            self._space = []
+        self._space.append(text[at + len(stripped) : end])
+        if found >= 0:
+            self._begin(marker, again=False)
+            return found + len(marker)
+        if final:
+            out += self._space
+            self._space = []
+        self._waiting = text[end:]
+        return len(text)
 
 
-def _at(value: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+def _back(text: str, at: int, rest: str) -> tuple[str, int]:
+    """Text and a place in it in front of what was read last, which may be of earlier pieces."""
+    return (text, at - len(rest)) if len(rest) <= at else (rest + text[at:], 0)
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A parameter between tags: text if that is what the schema wants, else JSON if it is some."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
-        return text
+def _calls(parsed: Parsed) -> list[Call] | None:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+        return [Call(name, json.dumps(a, ensure_ascii=False)) for name, a in parsed.calls]
+    except RecursionError:  # nested too deeply
+        return None
