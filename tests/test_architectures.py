@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tiny_archs
 
-from localspec.engine import MAX_ROLLBACK, DraftOptions, Engine
+from localspec.drafting import MAX_ROLLBACK
+from localspec.engine import DraftOptions, Engine
 from localspec.llama import Context, ContextOptions, Model
 from localspec.target import Target
 from localspec.tree import DraftTree, merge_branch

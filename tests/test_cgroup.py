@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localspec import cgroup, llama, memory
+from localspec.llama import threads as threads_module
 
 NO_LIMIT = "9223372036854771712"  # what version 1 shows, with pages of 4 KiB
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -349,7 +350,7 @@ def test_threads_on_the_cores_of_the_affinity_mask(tmp_path, monkeypatch):
 
 
 def test_not_more_threads_than_llama_cpp_takes(tmp_path, monkeypatch):
-    monkeypatch.setattr(llama, "_cores", lambda root: 1024)
+    monkeypatch.setattr(threads_module, "_cores", lambda root: 1024)
     assert llama.default_threads(tmp_path) == llama.MAX_THREADS
 
 
@@ -366,7 +367,7 @@ def test_threads_on_windows(cores, mask, threads, tmp_path, monkeypatch):
 
 def test_a_context_starts_that_many(tiny_target, monkeypatch):
     """What llama.cpp is given when the user says nothing."""
-    monkeypatch.setattr(llama, "_cores", lambda root: 16)
+    monkeypatch.setattr(threads_module, "_cores", lambda root: 16)
     for quota, threads in ((1.5, 2), (1.0, 1)):
         monkeypatch.setattr(cgroup, "cpu_quota", lambda root, quota=quota: quota)
         model = llama.Model(tiny_target.gguf)

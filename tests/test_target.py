@@ -12,7 +12,7 @@ import pytest
 from conftest import prompt_of
 
 import tiny
-from localspec import engine as engine_module
+from localspec import loading
 from localspec.engine import DraftOptions, Engine
 from localspec.errors import LocalspecError
 from localspec.llama import Context, ContextOptions, Model
@@ -242,7 +242,7 @@ def test_trees_with_more_leaves_than_ids_are_pruned_by_the_engine(load, monkeypa
     wide = load("vanilla").complete(prompt, max_tokens=40, draft=draft)
     assert max(leaves) > 3
     leaves.clear()
-    monkeypatch.setattr(engine_module, "MAX_LEAVES", 3)
+    monkeypatch.setattr(loading, "MAX_LEAVES", 3)
     engine: Engine = load("vanilla")
     assert engine._target.max_leaves == 3
     found = engine.complete(prompt, max_tokens=40, draft=draft)
