@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,21 @@ Floats = npt.NDArray[np.float64]
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
 # Costs change slowly with the context: one curve serves this many tokens of depth.
 _DEPTH_STEP = 32
+# How much more than a single row larger passes miss threads that they do not get, as an exponent.
+_LARGE_PASSES = 0.4
+
+
+@dataclass
+class _Seen:
+    """What passes on one number of threads showed, beside the measured times.
+
+    Attributes:
+        load: the factor that all of them have in common.
+        factor: [largest] what a size does differently.
+    """
+
+    load: float
+    factor: Floats
 
 
 class CostCurve:
@@ -35,14 +51,28 @@ class CostCurve:
         self.depths = np.asarray(depths, np.int64)
         self.seconds = np.asarray(seconds, np.float64)
         self._every = np.arange(1, int(self.sizes[-1]) + 1)
-        self._factor = np.ones(len(self._every))
-        self._load = 1.0
+        self._seen = _Seen(1.0, np.ones(len(self._every)))
+        self._by_part = {1.0: self._seen}
         self._known: dict[int, Floats] = {}
 
     @property
     def load(self) -> float:
         """How much longer passes take now than when they were measured, whatever their size."""
-        return self._load
+        return self._seen.load
+
+    def on_threads(self, part: float) -> None:
+        """Go on with what is known of passes on another number of threads.
+
+        Args:
+            part: how many that is of those that the curve was measured with.
+        """
+        if part not in self._by_part:
+            # Larger passes compute more per byte that they read, and so miss a thread more: T(8) /
+            # T(1) of the default target is 3.9 on two threads and 5.0 on one.
+            factor = np.full(len(self._every), part**-_LARGE_PASSES)
+            factor[0] = 1.0
+            self._by_part[part] = _Seen(self.load, factor)
+        self._seen = self._by_part[part]
 
     @property
     def largest(self) -> int:
@@ -51,7 +81,7 @@ class CostCurve:
 
     def at(self, depth: int) -> Floats:
         """[largest] seconds of passes of 1, 2, 3, ... tokens at a context depth."""
-        out: Floats = self._at_step(depth) * self._factor
+        out: Floats = self._at_step(depth) * self._seen.factor
         return out
 
     def _at_step(self, depth: int) -> Floats:
@@ -75,15 +105,21 @@ class CostCurve:
         out: Floats = np.maximum(rows[low] + (weight - low) * (rows[low + 1] - rows[low]), 1e-9)
         return out
 
-    def observe(self, size: int, depth: int, seconds: float) -> None:
-        """Learn from a real pass. One outlier moves an entry by half a percent at most."""
+    def observe(self, size: int, depth: int, seconds: float) -> float:
+        """Learn from a real pass. One outlier moves an entry by half a percent at most.
+
+        Returns:
+            Its time over the measured one; 1 for sizes that were not measured.
+        """
         if not 1 <= size <= self.largest or seconds <= 0:
-            return
-        expected = float(self._at_step(depth)[size - 1]) * float(self._factor[size - 1])
-        ratio = seconds / expected
-        self._load *= bounded(ratio / self._load, 0.8, 1.25) ** 0.3
-        own = bounded(ratio / self._load, 0.8, 1.25) ** 0.02
-        self._factor[size - 1] = bounded(float(self._factor[size - 1]) * own, 0.25, 4.0)
+            return 1.0
+        seen, measured = self._seen, float(self._at_step(depth)[size - 1])
+        factor = float(seen.factor[size - 1])
+        ratio = seconds / (measured * factor)
+        seen.load *= bounded(ratio / seen.load, 0.8, 1.25) ** 0.3
+        own = bounded(ratio / seen.load, 0.8, 1.25) ** 0.02
+        seen.factor[size - 1] = bounded(factor * own, 0.25, 4.0)
+        return seconds / measured
 
 
 def bounded(x: float, low: float, high: float) -> float:

@@ -143,6 +143,13 @@ class Drafting:
         self._match = 0
         self._drafter_tree = DraftTree.empty()
 
+    @property
+    def threads(self) -> int | None:
+        """How many threads the next round should use; None for all of them."""
+        if self._auto is None or self._auto.threads is None or self._options.deterministic:
+            return None
+        return self._auto.threads.count
+
     def commit(self, tokens: Sequence[int]) -> None:
         """Tell what the text goes on with."""
         if self._index is not None:
@@ -309,7 +316,7 @@ class Drafting:
         # The pass began before what it committed (the anchor takes the bonus token's place).
         depth = self._target.n_past - len(committed)
         if not self._options.deterministic:
-            self._auto.curve.observe(size, depth, verify_seconds)
+            self._auto.observe_pass(size, depth, verify_seconds)
         self._auto.learn_draft(self._drafter_tree, committed)
         self._auto.learn_branch(self._match, self._branch, committed)
 

@@ -80,6 +80,8 @@ class Engine:
         self._target, self._drafter = loaded.target, loaded.drafter
         self._live = LiveText(loaded.target, loaded.drafter)
         self._live.prefixes.pool.budget = loaded.prefix_cache
+        self._contexts, self._threads = loaded.contexts, loaded.threads
+        self._threads_adapt, self._threads_now = loaded.adapts, loaded.threads
         self._turns = Turns()
         # Held while llama.cpp works, so that nothing is freed under it.
         self._working = threading.RLock()
@@ -401,6 +403,7 @@ class Engine:
         path = self._tuning_file()
         found = None if force else tuning.load(path)
         if found is None:
+            self._use_threads(None)
             found = tuning.measure(self, progress=progress)
             tuning.save(path, found)
         if self._drafter is not None and len(self._files) > 1:
@@ -422,7 +425,16 @@ class Engine:
             switch_seconds=found.switch_seconds,
             depths=self._drafter.info.max_depth if self._drafter is not None else 0,
             calibration=self._calibration,
+            threads=self._threads if self._threads_adapt and self._threads > 1 else None,
         )
+
+    def _use_threads(self, count: int | None) -> None:
+        """From the next pass on; None: all of them."""
+        count = count or self._threads
+        if count != self._threads_now:
+            for context in self._contexts:
+                context.set_threads(count)
+            self._threads_now = count
 
     def _tuning_file(self) -> Path:
         return tuning.cache_file(self, self._files, self._settings)
@@ -492,6 +504,8 @@ class Engine:
             return
         if draft.policy == "auto" and auto is None:
             draft = replace(draft, policy="fixed", tokens=0)
+        choice = None if auto is None or draft.deterministic else auto.threads
+        self._use_threads(None if choice is None else choice.count)
         pad = False
         if draft.deterministic:
             self._live.set_aside()
@@ -558,7 +572,9 @@ class Engine:
         self._live.extend([anchor, *accepted], rows)
         committed = [*accepted, outcome.bonus]
         likely = self._logprobs(rows, committed, request.logprobs)
+        threads = self._threads_now
         drafting.learn(draft, committed, verify_seconds)
+        self._use_threads(drafting.threads)
         host = clock() - started - draft.seconds - verify_seconds
         seconds = Seconds(draft.seconds, verify_seconds, host)
         the_round = Round(
@@ -569,6 +585,7 @@ class Engine:
             draft.chosen,
             draft.paused,
             draft.probing,
+            threads,
         )
         return committed, the_round, likely
 

@@ -65,6 +65,9 @@ class Loaded:
         target, drafter: ready to evaluate.
         n_ctx: context length in tokens.
         prefix_cache: bytes for earlier conversations.
+        contexts: all of them.
+        threads: how many each of them uses.
+        adapts: whether that may change: nobody asked for it, and the work is done on CPU cores.
         notes: what a user should know, e.g. that `fit` shortened the context.
         files: the GGUFs.
         settings: what measured times depend on beside the files.
@@ -77,6 +80,9 @@ class Loaded:
     drafter: AnyDrafter | None
     n_ctx: int
     prefix_cache: int
+    contexts: tuple[Context, ...]
+    threads: int
+    adapts: bool
     notes: tuple[str, ...]
     files: tuple[Path, ...]
     settings: tuple[object, ...]
@@ -115,6 +121,7 @@ class _Loader:
     ) -> None:
         self.target, self.drafter, self.options = target, drafter, options
         self.workers, self.owned = workers, owned
+        self.contexts: list[Context] = []
         self.info: DrafterInfo | None = None
         self.heads = Heads("none")
 
@@ -144,6 +151,11 @@ class _Loader:
             drafter,
             self.options.n_ctx,
             prefix_cache,
+            tuple(self.contexts),
+            self.options.n_threads or default_threads(),
+            self.options.n_threads == 0
+            and not self.workers
+            and (self.options.n_gpu_layers == 0 or not has_gpu()),
             notes,
             tuple(Path(f) for f in files if f is not None),
             self.settings(),
@@ -257,7 +269,8 @@ class _Loader:
     def context(
         self, model: Model, options: ContextOptions, other: Context | None = None
     ) -> Context:
-        return self.own(Context(model, options, other))
+        self.contexts.append(self.own(Context(model, options, other)))
+        return self.contexts[-1]
 
     def file(self, path: str | Path) -> GgufFile:
         return self.own(GgufFile(path))

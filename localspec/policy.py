@@ -14,6 +14,7 @@ from localspec.calibration import Calibration
 from localspec.cost_curve import CostCurve, bounded
 from localspec.odds import ContextOdds, RankOdds, Survival
 from localspec.pacing import Pacing
+from localspec.thread_choice import ThreadChoice
 from localspec.tree import ROOT, DraftTree
 
 Floats = npt.NDArray[np.float64]
@@ -66,6 +67,8 @@ class AutoPolicy:
         switch_seconds: what a pass costs more when the one before had another size.
         depths: draft depths of the drafter.
         calibration: the drafter's, if it has one.
+        threads: how many threads the costs were measured with, where that may change; None where
+            it may not.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class AutoPolicy:
         host_seconds: float = 0.0,
         switch_seconds: float = 0.0,
         calibration: Calibration | None = None,
+        threads: int | None = None,
     ) -> None:
+        self.threads = None if threads is None else ThreadChoice(threads)
         self.curve, self.block_seconds, self.host_seconds = curve, block_seconds, host_seconds
         self._block_measured, self._block_factor = block_seconds, 1.0
         self.switch_seconds, self.last_size = switch_seconds, 1
@@ -87,6 +92,21 @@ class AutoPolicy:
         self.ranks = RankOdds()
         self._offered = DraftTree.empty()  # what the last drafted round chose from
         self.pacing = Pacing()
+
+    def observe_pass(self, size: int, context_depth: int, seconds: float) -> None:
+        """Learn from a real pass of the target; may change `threads.count`.
+
+        Args:
+            size: its tokens.
+            context_depth: committed tokens before it.
+            seconds: its time.
+        """
+        ratio = self.curve.observe(size, context_depth, seconds)
+        if self.threads is not None:
+            before = self.threads.count
+            self.threads.observe(ratio)
+            if self.threads.count != before:
+                self.curve.on_threads(self.threads.count / self.threads.most)
 
     def observe_block(self, seconds: float) -> None:
         """Learn from a real drafter pass, beside the load that the target's passes show.

@@ -38,6 +38,7 @@ class Round:
             tree had too many leaves, and one where deterministic mode pads a single row.
         paused: the drafter was left alone because it has not been paying.
         probing: the drafter was asked only to see whether it pays again.
+        threads: CPU threads of its passes.
     """
 
     drafted: int
@@ -47,6 +48,7 @@ class Round:
     chosen: int = 0
     paused: bool = False
     probing: bool = False
+    threads: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,11 @@ def test_stats_name_speed_and_drafts(session: Session):
     say(session, "hello")
     text = do(session, "/stats").text
     assert "tokens/s" in text and "drafted tokens accepted" in text and "of them new" in text
+    assert "busy" not in text
+    assert session.chat.last is not None
+    rounds = session.chat.last.rounds
+    rounds[:] = [replace(r, threads=3 if i == 1 else 4) for i, r in enumerate(rounds)]
+    assert "as few as 3 of 4 threads: the machine was busy" in do(session, "/stats").text
 
 
 # Comparing.

@@ -53,6 +53,7 @@ def test_json_has_the_documented_fields(pair: tuple[Path, Path]):
             "seconds",
             "chosen",
             "paused",
+            "threads",
             "probing",
         } == set(a_round)
         assert {"draft", "verify", "host"} == set(a_round["seconds"])

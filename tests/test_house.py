@@ -42,7 +42,7 @@ def test_the_runtime_knows_no_torch():
 # A decision is tested with arrays of ten lines; whoever gives it a model takes that away.
 PURE = (
     "accept", "calibration", "cost_curve", "heads", "odds", "pacing", "policy", "reasoning",
-    "sampled", "sampling", "suffix", "topk", "tree",
+    "sampled", "sampling", "suffix", "thread_choice", "topk", "tree",
 )  # fmt: skip
 
 

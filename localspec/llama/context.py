@@ -375,6 +375,16 @@ class Context:
             self._views[key] = view
         return view
 
+    def set_threads(self, n: int) -> None:
+        """Use another number of CPU threads from the next pass on.
+
+        Raises:
+            LocalspecError: it is out of range.
+        """
+        if not 1 <= n <= MAX_THREADS:
+            raise LocalspecError(f"threads must be 1..{MAX_THREADS}, not {n}")
+        self._api.llama_set_n_threads(self.handle, n, n)
+
     def seq_copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Let sequence `target` own `source`'s cells at positions [start, end) too."""
         self._check_ids(source, target)

@@ -30,6 +30,8 @@ def details(result: Result | None) -> str:
     verified = sum(r.verified for r in rounds)
     accepted = sum(r.accepted for r in rounds)
     share = f"{accepted / verified:.0%}" if verified else "none"
+    fewest, most = min(r.threads for r in rounds), max(r.threads for r in rounds)
+    busy = [f"as few as {fewest} of {most} threads: the machine was busy"] if fewest < most else []
     return "\n".join(
         [
             status(result),
@@ -37,5 +39,6 @@ def details(result: Result | None) -> str:
             f"{result.prefill_seconds:.2f} s to the first token",
             f"{n} rounds, {accepted} of {verified} drafted tokens accepted ({share})",
             "per round: " + ", ".join(times),
+            *busy,
         ]
     )
