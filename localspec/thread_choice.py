@@ -13,11 +13,11 @@ from collections.abc import Collection
 
 # How much slower than on a quiet machine passes must be before fewer threads are tried, and how
 # much faster another number must be to stay.
-BUSY, BETTER = 1.25, 0.93
+BUSY, BETTER = 1.4, 0.93
 # Passes of a trial. It ends early when it goes badly.
 TRIAL, BAD = 6, 1.5
 # Passes between trials: twice as many after each one in vain.
-SHORTEST, LONGEST = 64, 512
+SHORTEST, LONGEST = 64, 1024
 # One pass that was held up must not look like a busy machine.
 _MOST = 3.0
 

@@ -105,13 +105,14 @@ def test_trials_in_vain_get_rare():
 
 def test_bad_trials_end_early_and_get_rare():
     choice, used = ThreadChoice(2), []
-    for _ in range(3000):
+    for _ in range(5000):
         used.append(choice.count)
         choice.observe(1.5 if choice.count == 2 else 2.9)
     runs = [(n, len(list(group))) for n, group in groupby(used)]
     assert [length for n, length in runs if n == 1] == [2] * (len(runs) // 2)
     pauses = [length for n, length in runs if n == 2][:-1]
-    assert pauses[:6] == [2 * TRIAL, SHORTEST, 2 * SHORTEST, 4 * SHORTEST, LONGEST, LONGEST]
+    assert pauses[:6] == [2 * TRIAL, *(SHORTEST * 2**i for i in range(5))]
+    assert pauses[6] == LONGEST
 
 
 def test_costs_are_learned_for_each_number_of_threads():
