@@ -202,7 +202,7 @@ class Drafting:
         if self._auto is not None:
             if probing and not self._options.deterministic:
                 self._auto.observe_probe(time.perf_counter() - started)
-            tree = self._auto.choose(tree, self._target.n_past)
+            tree = self._auto.choose(tree, self._target.n_past, odds)
             chosen = len(tree)
             if rejects:
                 # How many nodes to draw is decided on the drafter's distribution alone, before

@@ -125,12 +125,16 @@ class AutoPolicy:
         keep = 0.5 if self._probe_seconds else 0.0
         self._probe_seconds = keep * self._probe_seconds + (1 - keep) * seconds
 
-    def choose(self, tree: DraftTree, context_depth: int) -> DraftTree:
+    def choose(
+        self, tree: DraftTree, context_depth: int, branch: Floats | None = None
+    ) -> DraftTree:
         """The best part of a tree whose scores are log survival; possibly nothing.
 
         Args:
             tree: everything that could be verified, of a round that asked the drafter.
             context_depth: committed tokens.
+            branch: [N] odds of the repeat in the tree, as for `choose_branch`. The drafter is
+                worth only what it adds to that.
         """
         cost, plain = self._costs(context_depth)
         fixed = self.host_seconds + self.block_seconds
@@ -140,7 +144,9 @@ class AutoPolicy:
         n, rate = best_size(self.ranks.correct(survival), cost, fixed, usual)
         seconds = fixed + float(cost[n])
         probe = max(fixed, self._probe_seconds) + 2 * self.switch_seconds
-        pacing.observe(rate * seconds, seconds, plain, probe)
+        repeats = 0.0 if branch is None else self._branch(branch, cost, plain)[1]
+        without = plain if repeats == 0 else 1 / repeats
+        pacing.observe(rate * seconds, seconds, plain, probe, without)
         self._offered = tree
         return tree.best(n)
 
@@ -151,10 +157,13 @@ class AutoPolicy:
             odds: [N] of its tokens, each given the one before.
             context_depth: committed tokens.
         """
-        cost, plain = self._costs(context_depth)
-        survival = np.asarray(np.cumprod(odds), np.float64)
-        n, rate = best_size(survival, cost, 0.0)
-        return n if rate * plain >= MARGIN else 0
+        return self._branch(odds, *self._costs(context_depth))[0]
+
+    @staticmethod
+    def _branch(odds: Floats, cost: Floats, plain: float) -> tuple[int, float]:
+        """How much of a branch to verify alone, and its tokens per second; 0 where not worth it."""
+        n, rate = best_size(np.asarray(np.cumprod(odds), np.float64), cost, 0.0)
+        return (n, rate) if rate * plain >= MARGIN else (0, 0.0)
 
     def _costs(self, context_depth: int) -> tuple[Floats, float]:
         """Seconds of the next pass over 1, 2, ... tokens, and of a pass of a plain stretch."""

@@ -307,6 +307,30 @@ def test_a_paused_drafter_resumes_after_one_probe_that_pays():
     assert pacing.ask()
 
 
+def test_a_drafter_gets_no_credit_for_a_repeat_in_the_text():
+    """A text that loops is drafted without it; asking it all the same would only cost."""
+
+    def rounds(*, shared: bool) -> AutoPolicy:
+        auto = AutoPolicy(
+            curve({n: 8.0 + 2 * n for n in (1, 2, 4, 8, 16)}), block_seconds=0.004, depths=3
+        )
+        odds = np.full(15, 0.98)
+        for _ in range(30):
+            tree = DraftTree.chain([1, 2, 3], np.log([0.98, 0.9, 0.8]))
+            merged = merge_branch(tree, [9] * 15, np.cumsum(np.log(odds)).tolist())
+            auto.choose(merged if shared else tree, 100, odds if shared else None)
+        return auto
+
+    assert rounds(shared=False).pacing.pays
+    assert not rounds(shared=True).pacing.pays
+    # What it adds to a repeat that is not worth verifying by itself is all its own.
+    auto = AutoPolicy(curve({1: 10.0, 2: 11.0, 4: 12.0}), block_seconds=0.002, depths=3)
+    tree = DraftTree.chain([1, 2, 3], np.log([0.9, 0.8, 0.7]))
+    for _ in range(30):
+        auto.choose(merge_branch(tree, [9], [np.log(0.05)]), 100, np.array([0.05]))
+    assert auto.pacing.pays
+
+
 def test_tuning_is_measured_once_and_cached(load: Callable[..., Engine], tmp_path: Path):
     engine = load("vanilla")
     path = tmp_path / "t.json"
