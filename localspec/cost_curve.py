@@ -25,11 +25,12 @@ class _Seen:
 
     Attributes:
         load: the factor that all of them have in common.
-        factor: [largest] what a size does differently.
+        factor: [largest] what a size does differently. Every round reads and changes one entry:
+            a list takes a tenth of an array's time for that.
     """
 
     load: float
-    factor: Floats
+    factor: list[float]
 
 
 class CostCurve:
@@ -44,16 +45,20 @@ class CostCurve:
         sizes: [M] rising pass sizes n, the first 1.
         depths: [K] rising context depths in tokens.
         seconds: [K, M] seconds per pass.
+
+    Attributes:
+        largest: the largest pass the curve knows.
     """
 
     def __init__(self, sizes: Sequence[int], depths: Sequence[int], seconds: Floats) -> None:
         self.sizes = np.asarray(sizes, np.int64)
         self.depths = np.asarray(depths, np.int64)
         self.seconds = np.asarray(seconds, np.float64)
-        self._every = np.arange(1, int(self.sizes[-1]) + 1)
-        self._seen = _Seen(1.0, np.ones(len(self._every)))
+        self.largest = int(self.sizes[-1])
+        self._every = np.arange(1, self.largest + 1)
+        self._seen = _Seen(1.0, [1.0] * len(self._every))
         self._by_part = {1.0: self._seen}
-        self._known: dict[int, Floats] = {}
+        self._known: dict[int, list[float]] = {}
 
     @property
     def load(self) -> float:
@@ -69,26 +74,20 @@ class CostCurve:
         if part not in self._by_part:
             # Larger passes compute more per byte that they read, and so miss a thread more: T(8) /
             # T(1) of the default target is 3.9 on two threads and 5.0 on one.
-            factor = np.full(len(self._every), part**-_LARGE_PASSES)
-            factor[0] = 1.0
-            self._by_part[part] = _Seen(self.load, factor)
+            larger = part**-_LARGE_PASSES
+            self._by_part[part] = _Seen(self.load, [1.0, *[larger] * (len(self._every) - 1)])
         self._seen = self._by_part[part]
-
-    @property
-    def largest(self) -> int:
-        """The largest pass the curve knows."""
-        return int(self.sizes[-1])
 
     def at(self, depth: int) -> Floats:
         """[largest] seconds of passes of 1, 2, 3, ... tokens at a context depth."""
-        out: Floats = self._at_step(depth) * self._seen.factor
+        out: Floats = np.multiply(self._at_step(depth), self._seen.factor)
         return out
 
-    def _at_step(self, depth: int) -> Floats:
+    def _at_step(self, depth: int) -> list[float]:
         """As it was measured, before anything was observed."""
         step = depth // _DEPTH_STEP
         if step not in self._known:
-            self._known[step] = self._measured(step * _DEPTH_STEP)
+            self._known[step] = self._measured(step * _DEPTH_STEP).tolist()
         return self._known[step]
 
     def _measured(self, depth: int) -> Floats:
@@ -113,8 +112,8 @@ class CostCurve:
         """
         if not 1 <= size <= self.largest or seconds <= 0:
             return 1.0
-        seen, measured = self._seen, float(self._at_step(depth)[size - 1])
-        factor = float(seen.factor[size - 1])
+        seen, measured = self._seen, self._at_step(depth)[size - 1]
+        factor = seen.factor[size - 1]
         ratio = seconds / (measured * factor)
         seen.load *= bounded(ratio / seen.load, 0.8, 1.25) ** 0.3
         own = bounded(ratio / seen.load, 0.8, 1.25) ** 0.02

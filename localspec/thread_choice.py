@@ -59,8 +59,11 @@ class ThreadChoice:
             return
         self._latest.append(ratio)
         self._wait -= 1
+        if self._wait > 0:
+            return
         slow = self._base < self.most or _typical(self._latest) >= BUSY
-        if self._wait > 0 or (self._checked and not slow):
+        if self._checked and not slow:
+            self._wait = TRIAL // 2  # looking takes time, too
             return
         # The second half of what is remembered: it may have become busy only now.
         self._usual = _typical([*self._latest][-TRIAL:])
