@@ -63,7 +63,8 @@ class ThreadChoice:
             return
         slow = self._base < self.most or _typical(self._latest) >= BUSY
         if self._checked and not slow:
-            self._wait = TRIAL // 2  # looking takes time, too
+            # Looking takes time, too. What was in vain while it was slow is past.
+            self._wait, self._pause = TRIAL // 2, SHORTEST
             return
         # The second half of what is remembered: it may have become busy only now.
         self._usual = _typical([*self._latest][-TRIAL:])

@@ -94,6 +94,16 @@ def test_a_machine_that_gets_quiet_again_gets_all_back():
     assert choice.count == 8
 
 
+def test_a_hot_machine_that_gets_busy_is_not_late():
+    """Trials in vain make the next one rare, but only as long as passes stay slow."""
+    choice = ThreadChoice(4)
+    run(choice, lambda n: 1.6 * quiet(4)(n), 6000)
+    run(choice, quiet(4), LONGEST + 100)
+    assert choice.count == 4
+    run(choice, busy(4, 1, stall=8.0), SHORTEST + 6 * TRIAL)
+    assert choice.count < 4
+
+
 def test_trials_in_vain_get_rare():
     """Slow for another reason, such as heat: fewer threads only make it worse."""
     choice, trials = ThreadChoice(4), 0
