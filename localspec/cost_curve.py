@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from localspec.calibration import Floats
 
 # Sizes of the target's passes that are measured: every size where kernels are known to change
 # (8 | 9 on CUDA, Metal and Vulkan, 16 | 17 and 32 | 33 for tensor-core tiles) has both its sides.

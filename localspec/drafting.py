@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from localspec.calibration import Floats
 from localspec.constraint import prefix
 from localspec.drafter import Drafter
 from localspec.eagle import EagleDrafter, EagleRollout
 from localspec.errors import LocalspecError
 from localspec.heads import Heads
 from localspec.odds import ContextOdds
-from localspec.policy import AutoPolicy, Floats
+from localspec.policy import AutoPolicy
 from localspec.rollout import draw_tree, grow_tree
 from localspec.sampled import sample_tree
 from localspec.sampling import Sampler
@@ -146,9 +147,7 @@ class Drafting:
     @property
     def threads(self) -> int | None:
         """How many threads the next round should use; None for all of them."""
-        if self._auto is None or self._auto.threads is None or self._options.deterministic:
-            return None
-        return self._auto.threads.count
+        return threads_of(self._auto, self._options)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Tell what the text goes on with."""
@@ -319,6 +318,13 @@ class Drafting:
             self._auto.observe_pass(size, depth, verify_seconds)
         self._auto.learn_draft(self._drafter_tree, committed)
         self._auto.learn_branch(self._match, self._branch, committed)
+
+
+def threads_of(auto: AutoPolicy | None, options: DraftOptions) -> int | None:
+    """How many threads the policy wants; None for all of them."""
+    if auto is None or auto.threads is None or options.deterministic:
+        return None
+    return auto.threads.count
 
 
 def _seconds(block: Block | EagleRollout | None, proposal: float) -> float:

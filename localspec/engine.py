@@ -19,7 +19,7 @@ from localspec.accept import Acceptance, accept_match, accept_rejection
 from localspec.calibration import Calibration
 from localspec.cost_curve import CostCurve
 from localspec.drafter import DRAFTER_WINDOW
-from localspec.drafting import MAX_NODES, Drafting, DraftOptions
+from localspec.drafting import MAX_NODES, Drafting, DraftOptions, threads_of
 from localspec.errors import LocalspecError
 from localspec.grammar import Grammar
 from localspec.live import LiveText
@@ -504,8 +504,7 @@ class Engine:
             return
         if draft.policy == "auto" and auto is None:
             draft = replace(draft, policy="fixed", tokens=0)
-        choice = None if auto is None or draft.deterministic else auto.threads
-        self._use_threads(None if choice is None else choice.count)
+        self._use_threads(threads_of(auto, draft))
         pad = False
         if draft.deterministic:
             self._live.set_aside()

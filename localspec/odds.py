@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from localspec.calibration import Calibration
+from localspec.calibration import Calibration, Floats
 from localspec.tree import ROOT, DraftTree
-
-Floats = npt.NDArray[np.float64]
 
 
 class Survival:

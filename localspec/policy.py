@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from localspec.calibration import Calibration
+from localspec.calibration import Calibration, Floats
 from localspec.cost_curve import CostCurve, bounded
 from localspec.odds import ContextOdds, RankOdds, Survival
 from localspec.pacing import Pacing
 from localspec.thread_choice import ThreadChoice
 from localspec.tree import ROOT, DraftTree
-
-Floats = npt.NDArray[np.float64]
 
 # A repeat in the text must be worth this factor before it is verified: odds and costs are
 # estimates, and being slower than plain decoding is worse than missing some gain.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_calling import ADD, NOW, answer_with, read_all
 
 from localspec.server import tools as tools_module
 from localspec.server.messages import for_template
@@ -86,17 +86,6 @@ FORCED = {
     "gemma": ("<|tool_call>call:add_up{", "<|tool_call>call:"),
     "python": ("<|calls|>[add_up(", "<|calls|>["),
 }
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add_up",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
-        },
-    },
-}
-NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 TOOLS = [NOW, ADD]
 SHORT: dict[str, Any] = {"a": 3, "note": 'say "<hi>" {\n} 日'}
 LONG: dict[str, Any] = {
@@ -119,24 +108,13 @@ def form_of(name: str) -> ToolFormat:
 
 def written(name: str, calls: Calls, content: str = "") -> str:
     """An answer with calls as the template writes it down."""
-    made = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": n, "arguments": a}}
-        for i, (n, a) in enumerate(calls)
-    ]
-    message = {"role": "assistant", "content": content, "tool_calls": made}
-    text = template_of(name).render([message], add_generation_prompt=False)
+    text = template_of(name).render([answer_with(calls, content)], add_generation_prompt=False)
     return text.removeprefix("<|assistant|>").removesuffix("<|end|>\n")
 
 
 def read(form: ToolFormat, pieces: list[str], begun: str = "") -> tuple[str, Calls]:
     """What is made of a text that comes in pieces."""
-    reader = CallReader(form, TOOLS, begun)
-    content, calls = "", []
-    for more, found in [*map(reader.feed, pieces), reader.finish()]:
-        content += more
-        calls += [(c.name, json.loads(c.arguments)) for c in found]
-    assert len(reader.calls) == len(calls)
-    return content, calls
+    return read_all(CallReader(form, TOOLS, begun), pieces)
 
 
 def cut(text: str) -> Iterator[list[str]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from tool_calling import ADD, NOW, answer_with, read_all
 
 from localspec.grammar import Grammar
 from localspec.server.tool_format import ToolFormat, moved
@@ -50,18 +51,6 @@ FORMATS = {
     "nested": ("json", "<|a_call|>", "<|a_calls_end|>"),
     "tags": ("tags", "<tool_call>\n<function=", "\n</function>\n</tool_call>"),
 }
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add_up",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
-            "required": ["a"],
-        },
-    },
-}
-NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 ARGUMENTS: dict[str, Any] = {"a": 3, "note": 'say "<hi>" {\n} 日🙂'}
 
 
@@ -77,24 +66,14 @@ def form_of(name: str) -> ToolFormat:
 
 def written(name: str, *calls: tuple[str, dict[str, Any]], content: str = "") -> str:
     """An answer with calls as the template writes it down."""
-    made = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": n, "arguments": a}}
-        for i, (n, a) in enumerate(calls)
-    ]
-    message = {"role": "assistant", "content": content, "tool_calls": made}
+    message = answer_with(calls, content)
     text = template_of(name).render([message], add_generation_prompt=False)
     return text.removeprefix("<|assistant|>").removesuffix("\n").removesuffix("<|end|>")
 
 
 def read(reader: CallReader, text: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
-    """What a reader makes of a text that comes in pieces."""
-    content, calls = "", []
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    for more, found in [*map(reader.feed, pieces), reader.finish()]:
-        content += more
-        calls += [(c.name, json.loads(c.arguments)) for c in found]
-    assert len(reader.calls) == len(calls)
-    return content, calls
+    """What a reader makes of a text that comes in pieces of one size."""
+    return read_all(reader, [text[i : i + size] for i in range(0, len(text), size)])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

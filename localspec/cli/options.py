@@ -67,7 +67,6 @@ model_argument = click.argument("name", required=False, metavar="[MODEL]")
 
 def _biases(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -> dict[int, float]:
     """llama.cpp's `--logit-bias`: TOKEN_ID+X or TOKEN_ID-X."""
-
     found = {}
     for text in given:
         match = re.fullmatch(r"(\d+)([+-]\d+(?:\.\d*)?)", text)
